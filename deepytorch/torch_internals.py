@@ -97,10 +97,12 @@ INTERNALS = (
     ),
     Internal("torch._C._distributed_c10d._SymmetricMemory.rendezvous", "the same", ((1, ()),)),
     Internal("torch._C._get_function_stack_at", "which modes take calls of functions", ((1, ()),)),
+    Internal("torch._C._get_sdp_priority_order", "another process traces attention as this one does", ((0, ()),)),
     Internal("torch._C._len_torch_dispatch_stack", "whether a mode takes calls of operators", ((0, ()),)),
     Internal("torch._C._len_torch_function_stack", "which modes take calls of functions", ((0, ()),)),
     Internal("torch._C._set_grad_enabled", "a trace meets it where a model switches gradients"),
     Internal("torch._C._storage_Use_Count", "whether somebody holds the memory of a bucket", ((1, ()),)),
+    Internal("torch._C._set_sdp_priority_order", "another process traces attention as this one does", ((1, ()),)),
     Internal(
         "torch._C._will_engine_execute_node",
         "whether a backward adds to a parameter, or only hands its gradient out",

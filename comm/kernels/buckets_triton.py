@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepytorch.machine_code import Variant
-from deepytorch.tuning import fastest
+from deepytorch.tuning import fastest, measures_nothing
 
 if TYPE_CHECKING:
     from deepytorch.comm.kernels.buckets import Slots
@@ -103,11 +103,14 @@ def move(gradients: Sequence[Tensor], bucket: Slots) -> None:
 
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         key = (*kinds, aligned)
-        if key not in tables.settings:
+        setting = tables.settings.get(key)
+        if setting is None:
             size = "large" if sum(tables.sizes) * bucket.views[0].element_size() >= _LARGE_BYTES else "small"
             name = f"{kinds[0]} to {kinds[1]} {size}{' aligned' * aligned}"
-            tables.settings[key] = fastest("gradient_buckets/2", name, SETTINGS, launch)
-        launch(tables.settings[key])
+            setting = fastest("gradient_buckets/2", name, SETTINGS, launch)
+            if not measures_nothing():
+                tables.settings[key] = setting
+        launch(setting)
 
 
 def _rows(tables: Tables, addresses: tuple[int, ...], stream: int, device: torch.device) -> Tensor:

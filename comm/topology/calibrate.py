@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -40,8 +40,9 @@ _NO_GAIN = 0.9  # more streams count as a gain only below this part of the time
 _COPY_BYTES = 1 << 23
 _COPY_PART = 0.25  # part of a copy's time: no collective takes less per byte, although caches are faster
 _MISS = 2.0  # a run this many times slower than the cached times shows another machine
-_MOST_LATENCY = 0.1  # a line is through two sizes if latency is no more than this part of the large one's time
-_VERSION = 6  # version of the cached files
+_MOST_LATENCY = 0.1  # of a payload between hosts that takes its time: the part of it that latency may be
+_TAKES_ITS_TIME_US = 25e3  # on fast networks the large size has reached its limit sooner, and latency adds to it
+_VERSION = 7  # version of the cached files
 
 # Trials among the group's own collectives: size of their copy, number of collectives before the first, number of
 # trials, and the part of the time that trials may take.
@@ -122,7 +123,8 @@ def fitted(times_us: Times, topology: Topology) -> Links:
     least = _COPY_PART * copy_us / _COPY_BYTES
 
     def line(name: LinkName) -> Link | None:
-        return _line(times_us[name], least, assumed.link(name)) if name in times_us else None
+        between = name == "engine" and topology.num_hosts > 1
+        return _line(times_us[name], least, assumed.link(name), between) if name in times_us else None
 
     return Links(
         engine=line("engine"),
@@ -196,22 +198,24 @@ def remember(topology: Topology, links: Links, rank: int) -> None:
         write_private_json(_path(topology), links.to_json())
 
 
-def _line(times_us: Mapping[int, float], least_us_per_byte: float, assumed: Link) -> Link:
+def _line(times_us: Mapping[int, float], least_us_per_byte: float, assumed: Link, between_hosts: bool = False) -> Link:
     """Return the line through times, each of which is the fastest of its size.
 
     The larger of two payloads sets the upper limit of the smaller one's time. If there is no valid line, the largest
-    size determines the rate. So it does where a small payload takes a large part of the large one's time: on cores that
-    are shared, small payloads wait for ranks to be scheduled, which large ones do while bytes travel.
+    size determines the rate. Between hosts a large payload that takes its time hides what small ones wait for: ranks
+    that share cores are scheduled while bytes travel. A line with all of that latency would be faster than the wire, so
+    that latency is a part of the large one's time at the most, and the rate is what reproduces it.
     """
     sizes = sorted(times_us)
     rising = [min(times_us[larger] for larger in sizes if larger >= size) for size in sizes]
     link = fit_link(sizes, rising)
-    if link.us_per_byte >= least_us_per_byte and link.latency_us <= _MOST_LATENCY * rising[-1]:
+    if link.us_per_byte < least_us_per_byte:
+        latency_us = min(assumed.latency_us, rising[0])
+        return Link(latency_us, max(least_us_per_byte, (rising[-1] - latency_us) / sizes[-1]))
+    most_us = _MOST_LATENCY * rising[-1]
+    if not between_hosts or link.latency_us <= most_us or rising[-1] < _TAKES_ITS_TIME_US:
         return link
-    if link.us_per_byte >= least_us_per_byte:
-        return Link(link.latency_us, rising[-1] / sizes[-1])
-    latency_us = min(assumed.latency_us, rising[0])
-    return Link(latency_us, max(least_us_per_byte, (rising[-1] - latency_us) / sizes[-1]))
+    return Link(most_us, (rising[-1] - most_us) / sizes[-1])
 
 
 def _network(times_us: Times, topology: Topology, least_us_per_byte: float, assumed: Link) -> dict[int, Link]:
@@ -231,7 +235,7 @@ def _network(times_us: Times, topology: Topology, least_us_per_byte: float, assu
 def _between(times_us: Times, least_us_per_byte: float, assumed: Link) -> dict[int, Link]:
     """Return the all-reduce of one local rank of each host, for each number of connections that was timed."""
     numbers = sorted(filter(None, map(connections_of, times_us)))
-    return {number: _line(times_us[over_network(number)], least_us_per_byte, assumed) for number in numbers}
+    return {number: _line(times_us[over_network(number)], least_us_per_byte, assumed, True) for number in numbers}
 
 
 def _gains(more: Link, fewer: Link) -> bool:
@@ -248,7 +252,7 @@ def _times(bench: Bench) -> Times:
         runs[over_network(connections)] = _over(bench.between, connections)
         if connections == STREAMS[0]:  # timed in the same rounds as the next number, with which it is compared
             continue
-        times |= _fastest_rounds(bench, runs)
+        times |= _fastest_rounds(bench, runs, times.get(over_network(STREAMS[0]), {}))
         runs = {}
         *_, fewer, more = _between(times, 0.0, Link(0.0, 0.0)).values()
         if not _gains(more, fewer):
@@ -260,10 +264,18 @@ def _over(between: Callable[[torch.Tensor, int], None], connections: int) -> _Ru
     return lambda tensor: between(tensor, connections)
 
 
-def _fastest_rounds(bench: Bench, runs: Mapping[str, _Run]) -> dict[str, dict[int, float]]:
-    """Return the fastest rounds of the slowest rank, in us. Rounds of one size are spread over time."""
+def _fastest_rounds(
+    bench: Bench, runs: Mapping[str, _Run], of_one_connection: Collection[int] = ()
+) -> dict[str, dict[int, float]]:
+    """Return the fastest rounds of the slowest rank, in us. Rounds of one size are spread over time.
+
+    of_one_connection: the sizes that were timed over one connection, for more of them, with which it is compared.
+    """
     hosts = bench.topology.num_hosts
-    sizes = {name: _sizes(bench, name, run) for name, run in runs.items()}
+    sizes: dict[str, Collection[int]] = {}
+    for name, run in runs.items():
+        known = (sizes.get(over_network(STREAMS[0])) or of_one_connection) if connections_of(name) else ()
+        sizes[name] = known or _sizes(bench, name, run)
     seconds: dict[str, dict[int, list[float]]] = {name: {size: [] for size in sizes[name]} for name in runs}
     for number in range(-1, _ROUNDS):  # round -1 is a warm-up; sizes that take long skip it
         for name, run in runs.items():

@@ -96,7 +96,7 @@ class CompiledStep:
                 return False
             self._is_there = True
             self._record.compile_seconds += self._compilation.seconds if self._compilation.where == HERE else 0.0
-        if self._compilation.error is not None and self._from_sizes and self._compiler is WORKER:
+        if self._compilation.error is not None and self._compiler is WORKER and self._is_for_gpu(arguments):
             self._record.compiled_here.append(f"another process could not: {self._compilation.error}")
             self._is_there = False
             self._start(arguments, (IN_PLACE,))  # as for a GPU otherwise
@@ -105,6 +105,10 @@ class CompiledStep:
         elif self._is_at_boundary() and self._lowering.may_begin():
             self._begin(self._compilation)
         return self._begun
+
+    def _is_for_gpu(self, arguments: Sequence[Any]) -> bool:
+        """Return whether this process would have compiled the graph if no other could, and training waited for it."""
+        return self._from_sizes and any(isinstance(each, torch.Tensor) and each.is_cuda for each in arguments)
 
     def _start(self, arguments: Sequence[Any], compilers: Sequence[Compiler] = (WORKER, IN_PLACE)) -> None:
         """Have the graph compiled: in the background, else in place."""

@@ -58,7 +58,7 @@ from deepytorch.passes.ops.linear_cross_entropy_chunked import (
     row_weights,
 )
 from deepytorch.passes.ops.linear_cross_entropy_kernels import FLOAT32, SETTINGS, Setting, Tile, product, softmax_rows
-from deepytorch.tuning import fastest
+from deepytorch.tuning import fastest, measures_nothing
 
 _SCRATCH_BYTES = 192 << 20  # of logits, if the weight has no gradient whose memory could hold them
 # Tiles of 128 x 256 of a product of 4,096 rows or columns: 8 waves on 132 multiprocessors, of an H100 or H200.
@@ -373,7 +373,7 @@ def _setting(kind: str, call: Call, launch: Any) -> Setting:
     num_rows, num_classes = (1 << (size - 1).bit_length() for size in (hidden.size(0), weight.size(0)))
     key = (kind, hidden.device, hidden.dtype, hidden.size(1), num_classes, num_rows, len(usable))
     if key not in _CHOSEN:
-        if torch.cuda.is_current_stream_capturing():
+        if measures_nothing():
             return usable[0]
         quarters = round(4 * float((call.target != call.rule.ignore_index).float().mean()))
         shape_class = f"{kind} {hidden.dtype} H{hidden.size(1)} V{num_classes} N{num_rows} counted {quarters}/4"

@@ -21,6 +21,7 @@ SYMBOLS = {
     "L": "ranks on a host",
     "K": "waves: chunks / streams",
     "x": "bytes between hosts for each payload byte: 1 exact, 1/2 for fp32 as bf16",
+    "o": "the part of the possible overlap of stages that there is: 1, or less where ranks on a CPU leave no cores free",
     "c": "us to copy a byte, all ranks of the host at it",
     "engine": "the inner backend's all-reduce, over payload bytes",
     "memory": "the all-reduce through the host's memory, over payload bytes",
@@ -35,7 +36,7 @@ def formulas() -> Mapping[str, sympy.Expr]:
 
     Symbols: see `SYMBOLS`. Only the compressed forms contain casts.
     """
-    s, n, h, per_host, waves, ratio, copy = _symbols("S n H L K x c")
+    s, n, h, per_host, waves, ratio, overlap, copy = _symbols("S n H L K x o c")
     engine, memory, network, pcie, nvlink = map(_link, ("engine", "memory", "network", "pcie", "nvlink"))
     between = all_reduce_link(network, h)
     none: Any = Link(0, 0)
@@ -44,8 +45,8 @@ def formulas() -> Mapping[str, sympy.Expr]:
     found: dict[str, Any] = {
         "engine": engine.time_us(s),
         "shared_memory": memory.time_us(s),
-        "hierarchical": hierarchical_us(s, waves, h, memory, network, 1, 0),
-        "hierarchical, compressed": hierarchical_us(s, waves, h, memory, network, ratio, cast),
+        "hierarchical": hierarchical_us(s, waves, h, memory, network, 1, 0, 1, overlap),
+        "hierarchical, compressed": hierarchical_us(s, waves, h, memory, network, ratio, cast, 1, overlap),
         "streams": streams_us(s, waves, engine, 1, 0),
         "streams, compressed": streams_us(s, waves, engine, ratio, cast * per_host),
         "cpu_reduce": cpu_reduce_us(s, waves, pcie, reduce, none, 1),

@@ -167,6 +167,7 @@ def test_where_the_other_process_fails_this_one_compiles(
         asked.compilation.finish("the process that compiled it ended with -9")
 
     monkeypatch.setattr(queue, "_hand_over", end)
+    monkeypatch.setattr(CompiledStep, "_is_for_gpu", lambda *_: True)
     here = step()
     x, weight = torch.randn(5, 4), nn.Parameter(torch.randn(4, 3))
     assert not here.poll((x, weight))
@@ -195,6 +196,8 @@ def test_a_script_goes_over_to_code_that_was_compiled_from_sizes(tmp_path: Path)
 def test_where_the_process_is_killed_the_script_compiles_itself(tmp_path: Path) -> None:
     script = """
         from deepytorch import background
+        from deepytorch.compiler.code.compiled_step import CompiledStep
+        CompiledStep._is_for_gpu = lambda *_: True
         while not background._STARTED: step(); time.sleep(0.05)
         background._STARTED[0].kill()
         deadline = time.time() + 150

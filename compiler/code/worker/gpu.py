@@ -32,13 +32,14 @@ _SETTINGS = (
 class Gpu:
     """One CUDA device. properties: its name and all else that code depends on.
 
-    attention, settings: what this process allows.
+    attention, settings: what this process allows. order: in which kinds of attention are tried.
     """
 
     index: int
     properties: str
     attention: tuple[bool, ...]
     settings: tuple[Any, ...]
+    order: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, devices: Sequence[torch.device], options: Mapping[str, Any]) -> Gpu | None:
@@ -59,7 +60,8 @@ class Gpu:
         about = torch.cuda.get_device_properties(found[0])
         properties = f"{about.name} {about.major}.{about.minor} {about.multi_processor_count}, {_versions()}"
         attention = tuple(getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
-        return cls(found[0], properties, attention, tuple(getattr(owner, name) for owner, name in _SETTINGS))
+        settings = tuple(getattr(owner, name) for owner, name in _SETTINGS)
+        return cls(found[0], properties, attention, settings, tuple(torch._C._get_sdp_priority_order()))
 
     def expect_memory(self) -> None:
         """Raise `CannotSend` where the device has no memory left for the context of another process."""
@@ -73,6 +75,7 @@ class Gpu:
             getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_on)
         for (owner, name), value in zip(_SETTINGS, self.settings, strict=True):
             setattr(owner, name, value)
+        torch._C._set_sdp_priority_order(list(self.order))
         torch.cuda.set_device(self.index)
         whole = torch.cuda.get_device_properties(self.index).total_memory
         torch.cuda.set_per_process_memory_fraction(_MOST_BYTES / whole, self.index)
