@@ -95,7 +95,7 @@ def profile_of(name: str, compute: Compute, device: str = "cpu") -> ModelProfile
 
 @dataclass(frozen=True, slots=True)
 class SharedCores:
-    """The cores of the one machine on which all ranks of a lab are, of one thread each, and the CPU time of their steps.
+    """The cores of the machine on which all ranks of a lab are, of one thread each, and the CPU time of their steps.
 
     Attributes:
         cores: Their number.

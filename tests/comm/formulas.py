@@ -21,7 +21,7 @@ SYMBOLS = {
     "L": "ranks on a host",
     "K": "waves: chunks / streams",
     "x": "bytes between hosts for each payload byte: 1 exact, 1/2 for fp32 as bf16",
-    "o": "the part of the possible overlap of stages that there is: 1, or less where ranks on a CPU leave no cores free",
+    "o": "the part of the possible overlap of stages that there is: 1, or less where ranks on a CPU leave no core free",
     "c": "us to copy a byte, all ranks of the host at it",
     "engine": "the inner backend's all-reduce, over payload bytes",
     "memory": "the all-reduce through the host's memory, over payload bytes",
