@@ -37,7 +37,7 @@ class TrainingJob:
         stock_group: Whether the process group is gloo or nccl, in whose place the import else gives its own.
         compress: The type that deepytorch's process group casts sums to between hosts.
         quantize: int8 or fp8: values of fully_shard are rounded to it between hosts, in deepytorch's process group.
-        losses: Of so many first steps the losses are kept.
+        losses: Of so many first steps of the warm-up the losses are kept.
         hardware: Whether the use of the host's hardware is sampled while steps are timed.
         memory: Whether one more step is run for the most memory that it holds.
         ready: Whether a few more steps are run for the times at which gradients become ready, which a simulation takes.

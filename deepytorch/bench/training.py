@@ -161,7 +161,7 @@ class Run:
         """Count a step that had this loss."""
         self._last = loss
         self.count += 1
-        if len(self.losses) < self.job.losses:
+        if len(self.losses) < min(self.job.losses, self.job.warm_up):  # behind it setups go on with other batches
             self.losses.append(loss)
 
     def next_batches(self) -> list[Batch]:
