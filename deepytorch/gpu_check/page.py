@@ -77,12 +77,12 @@ def rewrite(page: Path, checks: Sequence[Check]) -> None:
 
 def part(devices: Sequence[DeviceResults], checks: Sequence[Check]) -> list[str]:
     """Return the lines of the part: devices, figures, what failed, what passed, and what has not run. checks: all."""
-    tables = (_devices(devices, checks), _figures(devices), _failed(devices), _subjects(devices, checks))
+    tables = (_by_device(devices, checks), _figures(devices), _failed(devices), _subjects(devices, checks))
     shown = [["", *markdown_of(table)] for table in tables if table.rows]
     return [line for lines in shown for line in lines][1:]
 
 
-def _devices(devices: Sequence[DeviceResults], checks: Sequence[Check]) -> Table:
+def _by_device(devices: Sequence[DeviceResults], checks: Sequence[Check]) -> Table:
     rows = []
     for each in devices:
         found = each.by_key()

@@ -154,7 +154,9 @@ def test_waiting_that_is_hidden_in_a_large_payload_does_not_make_the_wire_faster
     link = fitted(times, HOSTS).link("engine")
     assert link.time_us(4 << 20) == pytest.approx(70e3, rel=1e-3)
     assert link.us_per_byte >= 0.89 * 70e3 / (4 << 20)
-    assert link.latency_us == pytest.approx(min(small_us, 7e3), rel=0.1)
+    assert link.latency_us <= 7e3 * (1 + 1e-9)
+    if small_us < 7e3:  # a line through both
+        assert link.time_us(1 << 14) == pytest.approx(small_us, rel=1e-3)
 
 
 def test_latency_of_a_fast_network_and_of_one_host_is_a_links_own():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from deepytorch.compiler.code.worker.graph_data import CannotSend
-from deepytorch.torch_internals import inductor_config
+from deepytorch.torch_internals import inductor_config, sdp_priority_order, set_sdp_priority_order
 
 _CONTEXT_BYTES = 1 << 30  # free on the device, or no process is sent there; a context takes 300 to 500 MB (as reported)
 _MOST_BYTES = 64 << 20  # of tensors in that process: constants of graphs, and torch's own of one element
@@ -61,7 +61,7 @@ class Gpu:
         properties = f"{about.name} {about.major}.{about.minor} {about.multi_processor_count}, {_versions()}"
         attention = tuple(getattr(torch.backends.cuda, f"{kind}_sdp_enabled")() for kind in _ATTENTION)
         settings = tuple(getattr(owner, name) for owner, name in _SETTINGS)
-        return cls(found[0], properties, attention, settings, tuple(torch._C._get_sdp_priority_order()))
+        return cls(found[0], properties, attention, settings, tuple(sdp_priority_order()))
 
     def expect_memory(self) -> None:
         """Raise `CannotSend` where the device has no memory left for the context of another process."""
@@ -75,7 +75,7 @@ class Gpu:
             getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_on)
         for (owner, name), value in zip(_SETTINGS, self.settings, strict=True):
             setattr(owner, name, value)
-        torch._C._set_sdp_priority_order(list(self.order))
+        set_sdp_priority_order(list(self.order))
         torch.cuda.set_device(self.index)
         whole = torch.cuda.get_device_properties(self.index).total_memory
         torch.cuda.set_per_process_memory_fraction(_MOST_BYTES / whole, self.index)
