@@ -13,7 +13,7 @@ from typing import Any
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "chrome-headless-shell")
 _FLAGS = (
-    "--headless", "--no-sandbox", "--no-zygote", "--single-process", "--in-process-gpu", "--disable-gpu",
+    "--headless", "--no-sandbox", "--no-zygote", "--in-process-gpu", "--disable-gpu",
     "--disable-dev-shm-usage", "--remote-debugging-pipe",
 )  # fmt: skip
 
