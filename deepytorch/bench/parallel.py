@@ -216,6 +216,8 @@ def trainer(
     made = _made(model, without_memory=parallel.sharding in ("zero3", "fsdp2") and not divided)
     if parallel.recompute:
         _recompute(made)
+    if parallel.sharding in ("zero1", "zero2", "zero3", "fsdp2"):
+        made = inner(made)  # what scripts shard is the model of transformers, not what holds it
     if parallel.sharding.startswith("zero"):
         return Zero(made, parallel, optimizer, device)
     if not divided:
