@@ -23,7 +23,7 @@ from deepytorch.bench.figures import loss_rel_diff
 from deepytorch.bench.options import TextFile, TextSize, check_choice, check_declared
 from deepytorch.bench.results import Results, Row
 from deepytorch.bench.table import Table
-from deepytorch.errors import DataError, ParityError
+from deepytorch.errors import ConfigError, DataError, ParityError
 
 MODELS = ("llama", "bert", "t5")
 WITHOUT, WITH = "without", "with the import"
@@ -116,6 +116,8 @@ class HostsOptions:
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for a value that is not accepted, `DataError` for a file that is not there."""
+        if self.steps < 4:
+            raise ConfigError(f"steps is {self.steps}; expected 4 or more: the last two are repeated from checkpoints.")
         check_declared(self)
         check_choice(self, "hosts", (*ALL, *_GROUPS))
         check_choice(self, "models", MODELS)

@@ -486,13 +486,34 @@ def test_wrong_results_are_counted(ranks_do) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_fail_are_a_row_for_each_setup_which_says_why(ranks_do, capsys) -> None:
-    ranks_do("if rank == 1:\n    raise ValueError('no such luck')\nrun_collective(op, buffers, redop, group)")
+@pytest.mark.parametrize(
+    ("body", "reason", "words"),
+    [
+        (
+            "if rank == 1:\n    raise ValueError('no such luck')\nrun_collective(op, buffers, redop, group)",
+            "ValueError: no such luck",
+            "Rank 1 of 2 of comm failed at: all_reduce, 1024 bytes: first check. ValueError: no such luck. All ranks",
+        ),
+        (
+            "os.kill(os.getpid(), 9) if rank == 1 else __import__('time').sleep(60)",
+            "was ended by SIGKILL, as the system does when it is out of memory",
+            "Rank 1 of 2 of comm was ended by SIGKILL",
+        ),
+    ],
+    ids=["an error", "a kill"],
+)
+def test_ranks_that_fail_are_a_row_for_each_setup_which_says_why(ranks_do, capsys, body, reason, words) -> None:
+    ranks_do(body)
     rows = run_benchmark(Comm(), options(backends=("gloo", "gloo"))).rows
-    reason = "ValueError: no such luck"
     assert [(row.key["setup"], row.failed) for row in rows] == [("gloo", reason), ("gloo#2", reason)]
-    words = "Rank 1 of 2 of comm failed at: all_reduce, 1024 bytes: first check. ValueError: no such luck. All ranks"
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_that_stand_still_are_ended(ranks_do) -> None:
+    ranks_do("__import__('time').sleep(600)")
+    (row,) = run_benchmark(Comm(), options(), timeout_s=30.0).rows  # long enough for a start
+    assert row.failed == "stood still for 30 s at: all_reduce, 1024 bytes: first check"
 
 
 @pytest.mark.slow

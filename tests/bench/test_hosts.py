@@ -27,7 +27,7 @@ LOSSES = (4.0, 3.0, 2.0, 1.0)
         ({"hosts": ("jax",)}, 'hosts has "jax"'),
         ({"models": ("gpt2",)}, "expected one of llama, bert, t5"),
         ({"size": "huge"}, "expected one of tiny"),
-        ({"steps": 3}, "steps is 3; expected 4 or more"),
+        ({"steps": 3}, "steps is 3; expected 4 or more: the last two"),
         ({"data": Path("gone.json")}, r"gone\.json is not there"),
     ],
 )
