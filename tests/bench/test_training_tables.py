@@ -101,6 +101,7 @@ def test_jobs_survive_json_and_pages_can_be_made(benchmark: Benchmark[Any], opti
         (lambda: EpochOptions(setups=("eager+random",)), 'setups has "eager'),
         (lambda: EpochOptions(precision="fp16"), 'precision is "fp16"'),
         (lambda: EpochOptions(batches=1), "batches is 1"),
+        (lambda: EpochOptions(rounds=0), "rounds is 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(make: Any, words: str) -> None:
