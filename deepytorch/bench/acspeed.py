@@ -7,6 +7,8 @@ hosts / its throughput on one / hosts. The gain is largest where DDP scales wors
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -15,7 +17,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from deepytorch.bench.benchmark import Benchmark, Cell, Place, Setup, places
-from deepytorch.bench.figures import line_of, loss_rel_diff, percentiles
+from deepytorch.bench.figures import line_of, loss_rel_diff, percentiles, shown, step_seconds
 from deepytorch.bench.jobs import TrainingJob
 from deepytorch.bench.options import Device, check_at_least, check_choice, check_declared
 from deepytorch.bench.plots import Plot, Points
@@ -122,7 +124,10 @@ class Acspeed(Benchmark[AcspeedOptions]):
         return setups
 
     def rows(self, options: AcspeedOptions, cell: Cell, found: Mapping[str, list[dict[str, Any]]]) -> list[Row]:
-        """Return a row for each setup: percentiles over all ranks and steps, and how far losses are from DDP's."""
+        """Return a row for each setup: percentiles over all ranks and steps, and how far losses are from DDP's.
+
+        `acc_ratio_error`: the standard error of `acc_ratio`, from the pairs of steps that took turns.
+        """
         medians = {name: percentiles(ranks)["p50_s"] for name, ranks in found.items()}
         rows = []
         for name, ranks in found.items():
@@ -130,6 +135,7 @@ class Acspeed(Benchmark[AcspeedOptions]):
             figures["examples_per_s"] = ranks[0]["rows"] / figures["p50_s"]
             if name != DDP and DDP in found:
                 figures["acc_ratio"] = medians[DDP] / medians[name]
+                figures |= _error(step_seconds(found[DDP]), step_seconds(ranks), figures["acc_ratio"])
                 figures["loss_rel_diff"] = loss_rel_diff(found[DDP], ranks)
             rows.append(Row(key={**cell.key, "setup": name}, figures=figures))
         return rows
@@ -173,6 +179,12 @@ def linearity(results: Results, row: Row, setup: str) -> float | None:
     return there[0].figures["examples_per_s"] / alone[0].figures["examples_per_s"]
 
 
+def _error(theirs: Sequence[float], own: Sequence[float], ratio: float) -> dict[str, float]:
+    pairs = [one / other for one, other in zip(theirs, own, strict=True)]
+    relative = statistics.stdev(pairs) / statistics.fmean(pairs) if len(pairs) > 1 else 0.0
+    return {"acc_ratio_error": ratio * relative / math.sqrt(len(pairs))} if relative else {}
+
+
 def _places(results: Results) -> list[tuple[int, str | None]]:
     return list(dict.fromkeys((row.key["hosts"], row.key["rate"]) for row in results.rows))  # type: ignore[misc]
 
@@ -188,15 +200,12 @@ def _table(results: Results, hosts: int, rate: str | None) -> Table:
                 cells += [row.failed if row else "", "", ""][: 2 if name == DDP else 3]
                 continue
             linear = linearity(results, row, name) if hosts > 1 else None
-            shown = [f"{row.figures['examples_per_s']:,.1f}", "" if linear is None else f"{linear:.2f}"]
-            cells += (
-                shown
-                if name == DDP
-                else [*shown, f"{row.figures['acc_ratio']:.2f}x" if "acc_ratio" in row.figures else ""]
-            )
+            cells += [f"{row.figures['examples_per_s']:,.1f}", "" if linear is None else f"{linear:.2f}"]
+            gain = shown(row, "acc_ratio", "{:.2f}x") + shown(row, "acc_ratio_error", " ± {:.2f}")
+            cells += [] if name == DDP else [gain]
         rows.append(tuple(cells))
     where = f"{hosts} hosts at {rate}" if rate else "one host" if hosts == 1 else f"{hosts} hosts"
     ranks = results.rows[0].key["ranks"]
     columns = ("model", "ddp", "ddp_acc", "ours", "ours_acc", "acc_ratio", "bf16", "bf16_acc", "bf16_ratio")
-    title = f"{where}, {ranks} ranks each; examples of a rank per second, at the median step"
+    title = f"{where}, {ranks} ranks each; examples of a rank per second, at the median step; ±: standard error"
     return Table(title, columns, tuple(rows), ("model",)).without_empty_columns()

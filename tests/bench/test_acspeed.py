@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from deepytorch.bench.acspeed import DDP, HALF, OURS, ROWS, Acspeed, AcspeedOpti
 from deepytorch.bench.results import Results
 from deepytorch.bench.run import run_benchmark
 from deepytorch.errors import ConfigError
-from tests.bench.trained import rank
+from tests.bench.trained import rank, results
 
 
 @pytest.mark.parametrize(
@@ -75,6 +76,17 @@ def test_gain_and_linearity_are_those_of_the_published_table() -> None:
     [plot] = Acspeed().plots(results)
     [points] = plot.series
     assert (points.x, points.y, points.labels) == ((0.5,), (2.0,), ("vgg16",))
+
+
+def test_the_error_of_a_gain_is_that_of_steps_that_took_turns() -> None:
+    [cell] = Acspeed().cells(AcspeedOptions(models=("vgg16",)))
+    found = {DDP: [rank([2.0, 6.0, 4.0, 4.0])], OURS: [rank([1.0, 3.0, 1.0, 4.0])]}  # 2, 2, 4 and 1 times as fast
+    _, ours = Acspeed().rows(AcspeedOptions(models=("vgg16",)), cell, found)
+    relative = math.sqrt(sum((each - 2.25) ** 2 for each in (2, 2, 4, 1)) / 3) / 2.25
+    assert ours.figures["acc_ratio"] == pytest.approx(2.0)
+    assert ours.figures["acc_ratio_error"] == pytest.approx(2.0 * relative / 2)
+    [table] = Acspeed().tables(results("acspeed", [ours]))
+    assert "2.00x ± 0.56" in table.rows[0]
 
 
 def test_lines_are_those_of_pytorchs_benchmark() -> None:

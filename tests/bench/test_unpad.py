@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -177,6 +179,15 @@ def test_the_table_has_the_gains_and_the_remarks():
     assert one.notes[4] == "Not measured: flattened, flash-attn not installed."
     assert other.rows == ()
     assert other.notes == ("gpt2: out of memory.",)
+
+
+def test_the_table_names_a_setup_whose_gradients_are_others():
+    far = Row(key={"model": "llama", "setup": "handpacked"}, figures={"step_s": 1.0, "grad_rel_diff": 1.43})
+    near = Row(key={"model": "llama", "setup": "inductor"}, figures={"step_s": 1.0, "grad_rel_diff": 2e-2})
+    key = dict.fromkeys(("size", "batch_size", "labels", "loss", "precision"), "")
+    rows = [replace(row, key=row.key | key) for row in (far, near)]
+    [table] = Unpad().tables(results("unpad", rows))
+    assert table.notes == ("Gradients of handpacked are 1.4e+00 from those of eager.",)
 
 
 @pytest.mark.slow  # one Inductor compile
