@@ -76,7 +76,7 @@ def build_model(
     if dropout is not None:
         for field in family.dropout_fields:
             setattr(config, field, dropout)
-    config._attn_implementation = family.only or attn_implementation
+    config._attn_implementation = family.only if family.only and attn_implementation == "sdpa" else attn_implementation
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, family.model_name)(config)
@@ -92,7 +92,7 @@ class _Family:
     kind: Kind
     settings: Callable[[Size], dict[str, Any]]
     dropout_fields: tuple[str, ...]
-    only: str = ""  # the one implementation of attention that the family has for any dtype
+    only: str = ""  # the one implementation that the family has in place of sdpa for any dtype
 
 
 def _llama(size: Size) -> dict[str, Any]:

@@ -111,17 +111,29 @@ def _attention(
     max_length_q: int,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Compute causal attention as transformers calls it.
 
     The shapes are (1, heads, tokens, head_dim) for the arguments and (1, tokens, heads, head_dim) for the result.
+    sliding_window: how many keys a query sees, its own included. s_aux: (heads,), attention sinks.
     """
     from deepytorch.passes.ops.varlen_attention import varlen_attention
 
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     lengths = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-    output = varlen_attention(q, k, v, *lengths, scale=scaling, window_right=0, dropout_p=dropout)
+    output = varlen_attention(
+        *(q, k, v, *lengths),
+        sinks=s_aux,
+        scale=scaling,
+        window_left=-1 if sliding_window is None else sliding_window - 1,
+        window_right=0,
+        dropout_p=dropout,
+        softcap=softcap or 0.0,
+    )
     return output[None], None
 
 

@@ -208,6 +208,8 @@ class Unchanged:
 
 
 _PLAIN = frozenset({bool, int, float, str, type(None)})
+# A call's kind has the mode; the other is set by transformers at the first call that asks for hidden states.
+_OF_NO_MATTER = ("training", "_output_capturing_hooks_installed")
 
 
 class Attributes:
@@ -228,7 +230,7 @@ class Attributes:
             (place, name, value)
             for place, each in enumerate(held)
             for name, value in each.items()
-            if type(value) in _PLAIN and name != "training" and (place, name) not in self._moving
+            if type(value) in _PLAIN and name not in _OF_NO_MATTER and (place, name) not in self._moving
         )
 
     def leave_out(self, before: Iterable[tuple[int, str, Any]], after: Iterable[tuple[int, str, Any]]) -> None:

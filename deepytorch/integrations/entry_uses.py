@@ -24,6 +24,7 @@ from deepytorch.errors import DeferredError
 from deepytorch.integrations.packed_batch import Find, Show, Side
 from deepytorch.parallel_modules import sharding_groups
 from deepytorch.passes.samples import Sampler
+from deepytorch.torch_internals import tree_leaves
 
 KEPT = 3  # calls in a row of whose outputs a script holds some: it collects them
 
@@ -57,9 +58,9 @@ class Peers:
         largest = self._largest(torch.cat([told, -told]))
         return largest[:2] == [-each for each in largest[2:]]
 
-    def highest(self, number: int) -> int:
-        """Return the largest number that a rank has called this with."""
-        return self._largest(torch.tensor([number], device=self._device))[0]
+    def highest(self, *numbers: int) -> list[int]:
+        """Return the largest number that a rank has called this with, at each place."""
+        return self._largest(torch.tensor(numbers, device=self._device))
 
     def _largest(self, told: torch.Tensor) -> list[int]:
         for group in self._groups:
@@ -109,8 +110,9 @@ def with_weights(model: nn.Module, others: Mapping[int, torch.Tensor]) -> Iterat
 class OutputUses:
     """The script's uses of the outputs of one kind of calls.
 
-    Ranks that hold shards of one model have to agree: each profiles its first call, whatever the batch is, and before
-    the second call they exchange the uses. For such ranks a new use in a later call is an error.
+    Ranks that hold shards of one model have to agree: they profile their calls until each has had a backward, whatever
+    its batches are, and exchange the uses before each call until then. For such ranks a new use in a later call is an
+    error.
 
     can_replay: whether this rank alone can run a call once more.
     """
@@ -124,7 +126,7 @@ class OutputUses:
         self._given: deque[Family] = deque(maxlen=KEPT)  # the outputs of the last calls
 
     def begin(self) -> None:
-        """Count a call that begins: ranks that share weights profile only their first one, whatever its batch is.
+        """Count a call that begins.
 
         An evaluation that keeps logits puts them together in the end, and would need the pads of every call then, when
         the weights may be others. So its first calls are profiled until this would have shown.
@@ -134,12 +136,20 @@ class OutputUses:
             self.events.keeps_outputs()
             for family in self._given:
                 family.compute()
-        if self._peers and self._calls == 2 and not self.events.state.knows_uses:
-            self.end_profiling()
 
-    def profiled(self) -> None:
-        """Note that a call was profiled."""
-        if torch.is_grad_enabled() or self._calls > KEPT:
+    @property
+    def is_profiling(self) -> bool:
+        """Return whether a call was profiled, and none has had its backward."""
+        return self.events.state.profiled > 0 and not self.events.state.knows_uses
+
+    def profiled(self, outputs: Any = None) -> None:
+        """Note a call that was profiled. A rank alone can replay later calls, so it profiles one.
+
+        outputs: of ranks that share weights, whose backward tells that the script has used them.
+        """
+        if self._peers:
+            self.events.profiled(tree_leaves(outputs))
+        elif torch.is_grad_enabled() or self._calls > KEPT:
             self.end_profiling()
 
     def end_profiling(self) -> None:

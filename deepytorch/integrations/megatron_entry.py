@@ -277,7 +277,7 @@ class MegatronEntry:
     def _one_failed(self, reason: str | None) -> bool:
         """Return whether the probe has failed on any tensor-parallel rank. reason: why it has on this one."""
         try:
-            return self._peers.highest(int(reason is not None)) > 0
+            return self._peers.highest(reason is not None)[0] > 0
         except Exception as error:
             if reason is None:
                 raise

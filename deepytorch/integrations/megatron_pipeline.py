@@ -220,7 +220,7 @@ def agreeing(original: Callable[..., Any]) -> Callable[..., Any]:
         elif stage is None:
             opinion = _NEVER
         # All stages come here in each step, whatever they are made of, until one of them has said that it never packs.
-        said = Peers([group], _device(model)).highest(opinion)
+        said = Peers([group], _device(model)).highest(opinion)[0]
         if said == _NEVER:
             finished.add(model)
         if stage is None:

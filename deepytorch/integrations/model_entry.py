@@ -58,6 +58,7 @@ from deepytorch.integrations.padded_hooks import UserHooks
 from deepytorch.library_code import functions_on
 from deepytorch.log import logger, once
 from deepytorch.parallel_modules import is_sharded
+from deepytorch.torch_internals import current_graph_task_id, top_saved_tensors_default_hooks
 
 Run = Callable[..., Any]
 
@@ -127,6 +128,7 @@ class ModelEntry:
         self._uses: dict[Any, OutputUses] = {}  # by kind of call
         self._attributes = Attributes()
         self._calls = 0
+        self._agrees = False  # whether ranks that share weights have exchanged the uses of outputs
         self._peers: Peers | None = None  # from the first call on
         name = type(model).__name__
         self._records = {
@@ -136,7 +138,13 @@ class ModelEntry:
         self.record = self._records[True]  # of calls with gradients, or without, as the present call is
 
     def call(self, run: Run, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a call of the outer module, `run(*args, **kwargs)`, packed if that is possible."""
+        """Run a call of the outer module, `run(*args, **kwargs)`, packed if that is possible.
+
+        A checkpoint around the module has to compute the call in the backward as it was computed first, which a
+        profiled call is not. So it runs as the module does, then and now.
+        """
+        if _is_checkpointed():
+            return run(*args, **kwargs)
         self.record = self._records[torch.is_grad_enabled()]
         if not torch.is_grad_enabled() and self._shares_weights():  # a rank alone must not ask the others
             return run(*args, **kwargs)
@@ -164,8 +172,9 @@ class ModelEntry:
     def _as_others(self, given: Mapping[str, Any] | None) -> str | None:
         """Return why no proof may be made in this call of a model with sharded weights; None if one may be made.
 
-        All ranks make the same proof, in their first call, and exchange the uses of outputs before the second one. If
-        one rank alone made a proof, because of a keyword that only it got, the others would wait for it.
+        All ranks make the same proof, in their first call, and exchange the uses of outputs before each later one until
+        no rank waits for the backward of a profiled call. If one rank alone made a proof, because of a keyword that
+        only it got, the others would wait for it.
         """
         self._calls += 1
         if not self._shares_weights():
@@ -173,11 +182,14 @@ class ModelEntry:
         assert self._peers is not None
         if self._calls == 1:
             return None if self._peers.all_say(self._question(given)) else "ranks that share weights begin unlike"
-        if self._calls == 2:
-            found = [each.events.state.uses for each in self._uses.values()]
-            most = self._peers.highest(max(found, default=Uses.TOKENS))
-            for each in self._uses.values():
+        if not self._agrees:
+            found = list(self._uses.values())
+            own = max((each.events.state.uses for each in found), default=Uses.TOKENS)
+            most, is_profiling = self._peers.highest(own, any(each.is_profiling for each in found))
+            self._agrees = not is_profiling
+            for each in found if self._agrees else ():
                 each.raise_to(Uses(most))
+                each.end_profiling()
         return "another kind of call than the first, which ranks that share weights were asked about"
 
     def _shares_weights(self) -> bool:
@@ -300,8 +312,9 @@ class ModelEntry:
         if chosen is Route.PROFILED:
             assert uses is not None
             self.record.steps_profiled += 1
-            uses.profiled()
-            return found.profiled(run(*args, **kwargs), uses.profiling())
+            outputs = run(*args, **kwargs)
+            uses.profiled(outputs)
+            return found.profiled(outputs, uses.profiling())
         again = None if uses is None else self._again(uses, found, args, kwargs)
         show = zeros_at_pads if uses is None else uses.showing(again, self.record)
         token = INSIDE.set((self, found))
@@ -539,6 +552,13 @@ def _of_generation(given: Mapping[str, Any]) -> str | None:
     """Return why a call with cached keys is not packed; None if it has none, or trains or evaluates with them."""
     name = next((name for name in cached_prefix.NAMES if given.get(name) is not None), None)
     return f"the argument {name} is given" if name is not None and not cached_prefix.is_wanted(given) else None
+
+
+def _is_checkpointed() -> bool:
+    """Return whether torch's checkpoint saves what a call needs to be recomputed, or recomputes it."""
+    hooks = top_saved_tensors_default_hooks(True)
+    saves = hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    return saves or current_graph_task_id() != -1
 
 
 @torch.compiler.disable(reason="calls of modules inside are replaced, which Dynamo would not see")

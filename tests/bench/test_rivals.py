@@ -55,6 +55,23 @@ def test_loss_and_gradients_are_those_of_the_padded_batch(name, attention, batch
     assert max_relative_difference(packed.model, padded.model) < 1e-5
 
 
+def test_own_attention_has_the_windows_and_sinks_of_a_model(batch):
+    register_attention()
+    models = [
+        build_model("gpt_oss", "tiny", vocab_size=VOCAB_SIZE, attn_implementation=each)
+        for each in ("sdpa", OWN_ATTENTION)
+    ]
+    for model in models:
+        model.config.sliding_window = 2  # of rows of up to 5 tokens
+        for layer in model.model.layers:
+            layer.self_attn.sliding_window = layer.self_attn.sliding_window and 2
+            torch.nn.init.normal_(layer.self_attn.sinks, generator=torch.Generator().manual_seed(0))
+    padded, packed = (compiled_setup("eager", model, None) for model in models)
+    losses = [forward_backward(setup, x, CPU).loss for setup, x in ((padded, batch), (packed, flatten(batch)))]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert max_relative_difference(packed.model, padded.model) < 1e-5
+
+
 def texts_of(batch):
     keep = [row[row != IGNORE_INDEX].tolist() for row in batch["labels"]]
     ids = [row[on.bool()].tolist() for row, on in zip(batch["input_ids"], batch["attention_mask"], strict=True)]

@@ -171,8 +171,8 @@ ours = train(model)
 [entry] = [each for each in deepytorch.report().to_json()["regions"] if each["name"].startswith("model entry")]
 with deepytorch.paused():
     torch.testing.assert_close(ours, train(same), rtol=1e-4, atol=1e-5)
-steps = entry["steps_profiled"], entry["steps_packed"], entry["steps_padded"]
-print(dist.get_rank(), *steps, list(entry["padded_because"]))
+steps = " ".join(str(entry[f"steps_{each}"]) for each in ("profiled", "packed", "padded"))
+sys.stdout.write(f"{dist.get_rank()} {steps} {list(entry['padded_because'])}" + chr(10))  # in one piece
 dist.destroy_process_group()
 """
 
@@ -189,3 +189,73 @@ def test_a_keyword_of_one_rank_alone_makes_no_rank_wait(steps: str) -> None:
     else:
         assert said[0].startswith("0 1 2 2 ['another kind of call"), said
         assert said[1].startswith("1 1 4 0"), said
+
+
+TWICE = """
+import sys
+from datetime import timedelta
+import deepytorch
+deepytorch.configure(options={"lowering": "aot_eager"})
+import copy
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+rank = dist.get_rank()
+torch.manual_seed(0)
+config = transformers.BertConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+    hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+)
+def sharded(net):
+    for layer in net.encoder.layer:
+        fully_shard(layer)
+    return fully_shard(net)
+model = transformers.BertModel(config, add_pooling_layer=False)
+model, same = sharded(copy.deepcopy(model)), sharded(model)
+draws = torch.Generator().manual_seed(rank)
+def batch(length, full=False):
+    ids = torch.randint(5, 64, (4, length), generator=draws)
+    mask = torch.ones_like(ids)
+    if not full:
+        mask[1:, 5 + rank:] = 0
+    return dict(input_ids=ids, attention_mask=mask)
+data = [(batch(12, full=rank == 0 and step == 0), batch(9)) for step in range(4)]  # one rank's first batch has no pads
+def pooled(hidden, given):
+    if sys.argv[1] == "positions":
+        return hidden.mean(1)
+    mask = given["attention_mask"].unsqueeze(-1)
+    return (hidden * mask).sum(1) / mask.sum(1)
+def train(net):
+    optimizer = torch.optim.SGD(net.parameters(), 1e-1)
+    losses = []
+    for queries, passages in data:
+        first, second = net(**queries).last_hidden_state, net(**passages).last_hidden_state
+        scores = pooled(first, queries) @ pooled(second, passages).T
+        loss = torch.nn.functional.cross_entropy(scores, torch.arange(4))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+ours = train(model)
+[entry] = [each for each in deepytorch.report().to_json()["regions"] if each["name"].startswith("model entry")]
+with deepytorch.paused():
+    torch.testing.assert_close(ours, train(same), rtol=1e-4, atol=1e-5)
+steps = " ".join(str(entry[f"steps_{each}"]) for each in ("profiled", "packed", "padded"))
+sys.stdout.write(f"{rank} {steps}" + chr(10))  # in one piece
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("uses", "later"), [("tokens", "6 0"), ("positions", "0 6")])
+def test_both_calls_of_a_step_are_profiled_before_ranks_agree(uses: str, later: str) -> None:
+    """The script uses what the first call gave after the second one has begun."""
+    pytest.importorskip("transformers")
+    done = run_cold(TWICE, uses, num_ranks=2)
+    first, second = sorted(done.stdout.strip().splitlines()[-2:])
+    assert second == f"1 2 {later}"
+    assert first == ("0 1 6 1" if uses == "tokens" else "0 1 0 7"), first

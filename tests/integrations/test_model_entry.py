@@ -430,6 +430,24 @@ def test_activation_checkpointing_recomputes_packed(reentrant: bool) -> None:
         expect_packed(pair.train(given), steps=len(given))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_call_inside_of_a_checkpoint_is_computed_again_as_it_was(reentrant: bool) -> None:
+    pair = EntryPair(llama("sdpa").train())
+    start = torch.zeros((), requires_grad=True)  # reentrant checkpoints need an input that asks for a gradient
+
+    def checkpointed(module: Any, **batch: Any) -> Any:
+        def loss(zero: torch.Tensor) -> torch.Tensor:
+            return module(**batch).loss + zero
+
+        return torch.utils.checkpoint.checkpoint(loss, start, use_reentrant=reentrant)
+
+    given = batches(causal_batch, (4, 11, "right"), (3, 9, "left"), (4, 12, "right"))
+    pair.train(given[:1])
+    pair.call = checkpointed
+    [*_, trained] = [each for each in pair.train(given).regions if not each.name.endswith("without gradients")]
+    assert (trained.steps_profiled, trained.steps_packed) == (1, 0)
+
+
 def test_key_value_caches_and_hidden_states_are_those_of_eager() -> None:
     since_5("a second step (hidden states leave their mark on each layer, so that it is watched again)")
     pair = EntryPair(llama("sdpa").train())
