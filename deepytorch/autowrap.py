@@ -222,7 +222,7 @@ def _arm_models_beside(module: nn.Module) -> None:
     """Arm the models that are not trained, as a model that is begins its first training call."""
     for each in models_beside(module):
         taken = is_compiled(each) or each in _PROBED or armed(each)
-        if not (taken or is_sharded(each) or any(map(is_fsdp, each.modules()))):
+        if not (taken or is_sharded(each)):
             _keep(each, FrozenHandle(each, _SETTINGS["options"]))
             logger.info("armed %s, which is not trained: its calls without gradients", type(each).__name__)
 

@@ -28,8 +28,8 @@ def is_partitioned(module: nn.Module) -> bool:
 
 
 def shares_weights(module: nn.Module) -> bool:
-    """Return whether weights are DTensors, as under tensor parallelism."""
-    return any(hasattr(each, "device_mesh") for each in module.parameters())
+    """Return whether weights are DTensors, as under tensor parallelism, or are when FSDP2 has not gathered them."""
+    return any(map(is_fsdp, module.modules())) or any(hasattr(each, "device_mesh") for each in module.parameters())
 
 
 def is_divided(module: nn.Module) -> bool:
@@ -50,7 +50,12 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def sharding_groups(module: nn.Module) -> list[Any]:
-    """Return the process groups over which weights are sharded; none if they are not."""
+    """Return the process groups over which weights are sharded; none if they are not.
+
+    Weights that FSDP2 has kept gathered since a forward (`reshard_after_forward=False`) are freed: they show no group.
+    """
+    for each in filter(is_fsdp, module.modules()):
+        each.reshard()  # type: ignore[operator]
     for each in module.parameters():
         if hasattr(each, "ds_id"):
             return [each.ds_process_group]  # type: ignore[attr-defined]

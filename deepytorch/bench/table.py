@@ -15,6 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 _WORDS_WIDTH, _FIGURES_WIDTH = 12, 10  # of columns in narrow terminals, the latter of their names
+_LONGEST_FIGURE = 24  # a longer text among figures is the reason why there is none
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def print_table(console: Console, table: Table) -> None:
 def table_of(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]], left: Collection[str]
 ) -> RichTable:
-    """Return a table for a terminal. Figures are never wrapped, and texts are shown as they are."""
+    """Return a table for a terminal. Figures are never wrapped, other texts are, and all are shown as they are."""
     table = RichTable(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     rows = list(rows)
     for at, name in enumerate(columns):
@@ -62,7 +63,10 @@ def table_of(
             longest = max(len(text) for text in (*name.split(), *(str(row[at]) for row in rows), ""))
             table.add_column(name, overflow="fold", min_width=min(longest, _WORDS_WIDTH))
         else:
-            table.add_column("\n".join(wrap(name, _FIGURES_WIDTH)), justify="right", no_wrap=True)
+            header, cells = wrap(name, _FIGURES_WIDTH), [str(row[at]) for row in rows]
+            least = min(max(map(len, (*header, *cells))), _LONGEST_FIGURE)
+            whole = all(len(text) <= _LONGEST_FIGURE for text in cells)
+            table.add_column("\n".join(header), justify="right", no_wrap=whole, overflow="fold", min_width=least)
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table

@@ -202,11 +202,16 @@ class ModelEntry:
         """Return the subject of a proof in this call, as text that ranks compare; empty if there is no proof."""
         if given is None or UserHooks(self._outer).refused is not None:
             return ""
+        tensors = {name: given[name] for name in sorted(given) if isinstance(given[name], torch.Tensor)}
         names = sorted(
             (name, value if isinstance(value, bool) else None) for name, value in given.items() if value is not None
         )
-        mask = given.get("attention_mask")
-        return f"{names} {getattr(mask, 'ndim', None)} {declined_beforehand(self._outer, self._model)}"
+        # Tensors that lie on one grid with others are probed alike.
+        grids = [
+            (name, value.dtype, value.ndim, [each for each in tensors if tensors[each].shape[:2] == value.shape[:2]])
+            for name, value in tensors.items()
+        ]
+        return f"{names} {grids} {declined_beforehand(self._outer, self._model)}"
 
     @property
     def asked(self) -> bool:

@@ -259,3 +259,64 @@ def test_both_calls_of_a_step_are_profiled_before_ranks_agree(uses: str, later: 
     first, second = sorted(done.stdout.strip().splitlines()[-2:])
     assert second == f"1 2 {later}"
     assert first == ("0 1 6 1" if uses == "tokens" else "0 1 0 7"), first
+
+
+GATHERED = """
+import sys
+from datetime import timedelta
+import deepytorch
+deepytorch.configure(options={"lowering": "aot_eager"})
+import copy
+import torch
+import torch.distributed as dist
+import transformers
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+rank = dist.get_rank()
+torch.manual_seed(0)
+config = transformers.LlamaConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, use_cache=False
+)
+def sharded(net):
+    for layer in net.model.layers if sys.argv[1] == "blocks" else ():
+        fully_shard(layer, reshard_after_forward=False)
+    return fully_shard(net, reshard_after_forward=False)
+model = transformers.LlamaForCausalLM(config)
+model, same = sharded(copy.deepcopy(model)), sharded(model)
+draws = torch.Generator().manual_seed(rank)
+def batch(length):
+    ids = torch.randint(5, 64, (4, length), generator=draws)
+    mask = torch.ones_like(ids)
+    mask[1:, 5 + rank:] = 0
+    return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+data = [batch(12 - step % 2) for step in range(5)]
+def train(net):
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
+    net.eval()
+    with torch.no_grad():  # an evaluation before the first step leaves all weights gathered
+        losses = [net(**data[0]).loss]
+    net.train()
+    for step, given in enumerate(data):
+        loss = net(**given).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+ours = train(model)
+regions = [each for each in deepytorch.report().to_json()["regions"] if each["name"].startswith("model entry")]
+with deepytorch.paused():
+    torch.testing.assert_close(ours, train(same), rtol=1e-4, atol=1e-5)
+packed = sum(each["steps_packed"] for each in regions)
+sys.stdout.write(f"{rank} {packed}" + chr(10))  # in one piece
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "packed"), [("blocks", 4), ("model", 0)])
+def test_weights_that_an_evaluation_has_left_gathered_are_known_as_sharded(what: str, packed: int) -> None:
+    pytest.importorskip("transformers")
+    done = run_cold(GATHERED, what, num_ranks=2)
+    assert sorted(done.stdout.strip().splitlines()[-2:]) == [f"0 {packed}", f"1 {packed}"], done.stdout
