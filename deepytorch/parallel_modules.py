@@ -54,8 +54,8 @@ def sharding_groups(module: nn.Module) -> list[Any]:
 
     Weights that FSDP2 has kept gathered since a forward (`reshard_after_forward=False`) are freed: they show no group.
     """
-    for each in filter(is_fsdp, module.modules()):
-        each.reshard()  # type: ignore[operator]
+    for part in filter(is_fsdp, module.modules()):
+        part.reshard()  # type: ignore[operator]
     for each in module.parameters():
         if hasattr(each, "ds_id"):
             return [each.ds_process_group]  # type: ignore[attr-defined]
