@@ -130,7 +130,7 @@ def test_a_rank_that_fails_in_a_packed_forward_does_not_run_it_again(tmp_path: P
     assert (tmp_path / "rank1").read_text() == "this rank fails; 1 call", done.stderr[-3000:]
 
 
-KEYWORDS = """
+BEGIN = """
 import sys
 from datetime import timedelta
 import deepytorch
@@ -143,6 +143,12 @@ from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group("gloo", timeout=timedelta(seconds=40))
 torch.manual_seed(0)
+rank = dist.get_rank()
+"""
+
+KEYWORDS = (
+    BEGIN
+    + """
 config = transformers.LlamaConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, use_cache=False
 )
@@ -152,14 +158,14 @@ def sharded(net):
     return fully_shard(net)
 model = transformers.LlamaForCausalLM(config)
 model, same = sharded(copy.deepcopy(model)), sharded(model)
-ids = torch.randint(5, 64, (4, 12), generator=torch.Generator().manual_seed(dist.get_rank()))
+ids = torch.randint(5, 64, (4, 12), generator=torch.Generator().manual_seed(rank))
 mask = torch.ones_like(ids)
-mask[1:, 5 + dist.get_rank():] = 0
+mask[1:, 5 + rank:] = 0
 def train(net):
     optimizer = torch.optim.SGD(net.parameters(), 1e-2)
     losses = []
     for step in range(5):
-        more = {"output_hidden_states": True} if dist.get_rank() == 0 and step in map(int, sys.argv[1]) else {}
+        more = {"output_hidden_states": True} if rank == 0 and step in map(int, sys.argv[1]) else {}
         given = dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), **more)
         loss = net(**given).loss
         loss.backward()
@@ -172,9 +178,10 @@ ours = train(model)
 with deepytorch.paused():
     torch.testing.assert_close(ours, train(same), rtol=1e-4, atol=1e-5)
 steps = " ".join(str(entry[f"steps_{each}"]) for each in ("profiled", "packed", "padded"))
-sys.stdout.write(f"{dist.get_rank()} {steps} {list(entry['padded_because'])}" + chr(10))  # in one piece
+sys.stdout.write(f"{rank} {steps} {list(entry['padded_because'])}" + chr(10))  # in one piece
 dist.destroy_process_group()
 """
+)
 
 
 @pytest.mark.slow
@@ -191,20 +198,9 @@ def test_a_keyword_of_one_rank_alone_makes_no_rank_wait(steps: str) -> None:
         assert said[1].startswith("1 1 4 0"), said
 
 
-TWICE = """
-import sys
-from datetime import timedelta
-import deepytorch
-deepytorch.configure(options={"lowering": "aot_eager"})
-import copy
-import torch
-import torch.distributed as dist
-import transformers
-from torch.distributed.fsdp import fully_shard
-
-dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-rank = dist.get_rank()
-torch.manual_seed(0)
+TWICE = (
+    BEGIN
+    + """
 config = transformers.BertConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
     hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
@@ -248,6 +244,7 @@ steps = " ".join(str(entry[f"steps_{each}"]) for each in ("profiled", "packed", 
 sys.stdout.write(f"{rank} {steps}" + chr(10))  # in one piece
 dist.destroy_process_group()
 """
+)
 
 
 @pytest.mark.slow
@@ -261,20 +258,9 @@ def test_both_calls_of_a_step_are_profiled_before_ranks_agree(uses: str, later: 
     assert first == ("0 1 6 1" if uses == "tokens" else "0 1 0 7"), first
 
 
-GATHERED = """
-import sys
-from datetime import timedelta
-import deepytorch
-deepytorch.configure(options={"lowering": "aot_eager"})
-import copy
-import torch
-import torch.distributed as dist
-import transformers
-from torch.distributed.fsdp import fully_shard
-
-dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-rank = dist.get_rank()
-torch.manual_seed(0)
+GATHERED = (
+    BEGIN
+    + """
 config = transformers.LlamaConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, use_cache=False
 )
@@ -312,6 +298,7 @@ packed = sum(each["steps_packed"] for each in regions)
 sys.stdout.write(f"{rank} {packed}" + chr(10))  # in one piece
 dist.destroy_process_group()
 """
+)
 
 
 @pytest.mark.slow
