@@ -55,8 +55,8 @@ def run_and_show(benchmark: Benchmark[Any], options: Any, out: Path | None, *, a
         above = head
 
     try:
-        with output.console.status("Starting") as status:
-            results = run_benchmark(benchmark, options, path, status.update, show, timeout_s, again)
+        with output.progress() as notify:
+            results = run_benchmark(benchmark, options, path, notify, show, timeout_s, again)
         stopped = False
     except KeyboardInterrupt:
         if path is None or not path.exists():

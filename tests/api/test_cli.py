@@ -20,6 +20,7 @@ from deepytorch.bench.options import DTYPE_NAMES
 from deepytorch.bench.results import Results, read_result
 from deepytorch.bench.unpad import OURS
 from deepytorch.bench.zoo import TEXT_SIZES
+from deepytorch.cli.output import Output
 from deepytorch.errors import DataError, ParityError
 from tests.bench.test_unpad import RUN
 from tests.command_line import run
@@ -54,6 +55,18 @@ def test_version_and_help_answer_without_loading_torch():
     )
     assert done.returncode == 0, done.stderr
     assert f"deepytorch {deepytorch.__version__}\n" in done.stdout
+
+
+def test_progress_goes_to_a_file_as_lines_at_times(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr("deepytorch.cli.output.time.monotonic", lambda: clock[0])
+    with Output(None).progress() as notify:
+        for second, text in [(1, "first"), (61, "second"), (62, "third"), (130, "third"), (191, "third"), (192, "last")]:
+            clock[0] = second
+            notify(text)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert re.sub(r"\d\d:\d\d:\d\d ", "", shown.err).split() == ["second", "third", "last"]
 
 
 def test_no_command_shows_the_commands(monkeypatch, capsys):
