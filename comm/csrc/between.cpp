@@ -200,12 +200,13 @@ void Exchange::start(size_t chunk, void* data, size_t count) {
   f = Flight();
   f.data = data;
   f.count = count;
-  f.part = (count + num_hosts_ - 1) / num_hosts_;
+  const int parts = swaps() ? 1 : num_hosts_;
+  f.part = (count + parts - 1) / parts;
   if (count == 0) return;
-  floats_.assign(f.part * num_hosts_, 0.0f);
+  floats_.assign(f.part * parts, 0.0f);
   to_floats(floats_.data(), data, count);
   const int64_t part_bytes = static_cast<int64_t>(wire_bytes(f.part));
-  f.sent = at::empty({part_bytes * num_hosts_}, at::kByte);
+  f.sent = at::empty({part_bytes * parts}, at::kByte);
   f.received = at::empty({part_bytes * num_hosts_}, at::kByte);
   float* residual = nullptr;
   if (residual_ != nullptr) {
@@ -215,9 +216,13 @@ void Exchange::start(size_t chunk, void* data, size_t count) {
     if (residual_->summed.size() < (chunk + 1) * room) residual_->summed.resize((chunk + 1) * room);
     residual = residual_->sent.data() + chunk * room;
   }
-  for (int host = 0; host < num_hosts_; ++host) {
-    encode(static_cast<char*>(f.sent.data_ptr()) + host * part_bytes, floats_.data() + host * f.part, f.part,
-           residual ? residual + host * f.part : nullptr);
+  for (int part = 0; part < parts; ++part) {
+    encode(static_cast<char*>(f.sent.data_ptr()) + part * part_bytes, floats_.data() + part * f.part, f.part,
+           residual ? residual + part * f.part : nullptr);
+  }
+  if (swaps()) {
+    gather(f, chunk, f.received, f.sent);
+    return;
   }
   c10d::AllToAllOptions options;
   options.timeout = remaining(call_);
@@ -227,22 +232,32 @@ void Exchange::start(size_t chunk, void* data, size_t count) {
 
 void Exchange::advance(size_t chunk) {
   Flight& f = flight(chunk);
-  if (f.count == 0 || f.summed) return;
+  if (f.count == 0 || f.summed || swaps()) return;
   wait_for(f.work, call_, "between hosts,");
   const int64_t part_bytes = static_cast<int64_t>(wire_bytes(f.part));
-  std::vector<float> sum(f.part);
-  for (int host = 0; host < num_hosts_; ++host) {
-    decode_add(sum.data(), static_cast<char*>(f.received.data_ptr()) + host * part_bytes, f.part, host == 0);
-  }
+  const std::vector<float> sum = sum_of(f);
   float* residual = nullptr;
   if (residual_ != nullptr) residual = residual_->summed.data() + chunk * (slice_capacity_ + num_hosts_);
   f.sum = at::empty({part_bytes}, at::kByte);
   f.gathered = at::empty({part_bytes * num_hosts_}, at::kByte);
   encode(f.sum.data_ptr(), sum.data(), f.part, residual);
+  gather(f, chunk, f.gathered, f.sum);
+  f.summed = true;
+}
+
+void Exchange::gather(Flight& f, size_t chunk, at::Tensor& gathered, at::Tensor& own) {
   c10d::AllgatherOptions options;
   options.timeout = remaining(call_);
-  f.work = streams_[chunk % streams_.size()]->_allgather_base(f.gathered, f.sum, options);
-  f.summed = true;
+  f.work = streams_[chunk % streams_.size()]->_allgather_base(gathered, own, options);
+}
+
+// The sum of what arrived from each host, in their order: the same on all of them.
+std::vector<float> Exchange::sum_of(const Flight& f) const {
+  std::vector<float> sum(f.part);
+  for (int host = 0; host < num_hosts_; ++host) {
+    decode_add(sum.data(), static_cast<char*>(f.received.data_ptr()) + host * wire_bytes(f.part), f.part, host == 0);
+  }
+  return sum;
 }
 
 void Exchange::finish(size_t chunk) {
@@ -250,10 +265,15 @@ void Exchange::finish(size_t chunk) {
   if (f.count == 0) return;
   advance(chunk);
   wait_for(f.work, call_, "between hosts,");
-  const size_t part_bytes = wire_bytes(f.part);
-  std::vector<float> values(f.part * num_hosts_);
-  for (int host = 0; host < num_hosts_; ++host) {
-    decode_add(values.data() + host * f.part, static_cast<char*>(f.gathered.data_ptr()) + host * part_bytes, f.part, true);
+  std::vector<float> values;
+  if (swaps()) {
+    values = sum_of(f);
+  } else {
+    values.resize(f.part * num_hosts_);
+    for (int host = 0; host < num_hosts_; ++host) {
+      const char* part = static_cast<char*>(f.gathered.data_ptr()) + host * wire_bytes(f.part);
+      decode_add(values.data() + host * f.part, part, f.part, true);
+    }
   }
   from_floats(f.data, values.data(), f.count);
   f = Flight();

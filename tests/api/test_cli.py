@@ -61,7 +61,14 @@ def test_progress_goes_to_a_file_as_lines_at_times(monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr("deepytorch.cli.output.time.monotonic", lambda: clock[0])
     with Output(None).progress() as notify:
-        for second, text in [(1, "first"), (61, "second"), (62, "third"), (130, "third"), (191, "third"), (192, "last")]:
+        for second, text in [
+            (1, "first"),
+            (61, "second"),
+            (62, "third"),
+            (130, "third"),
+            (191, "third"),
+            (192, "last"),
+        ]:
             clock[0] = second
             notify(text)
     shown = capsys.readouterr()
