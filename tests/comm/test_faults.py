@@ -80,7 +80,8 @@ def test_a_stopped_rank_times_out_and_finds_the_error_when_it_goes_on():
         outcomes = ranks.wait(20)
     assert [outcome.code for outcome in outcomes] == [0, 0]
     found = re.search(r"timed out after ([\d.]+) s in all_reduce.* local rank 1 has not come", outcomes[0].output)
-    assert found and 2 <= float(found[1]) < 10, outcomes[0].output
+    assert found, outcomes[0].output
+    assert 2 <= float(found[1]) < 10
     assert "local rank 1 has not come" in outcomes[1].output
 
 
