@@ -52,14 +52,18 @@ def is_sharded(module: nn.Module) -> bool:
 def sharding_groups(module: nn.Module) -> list[Any]:
     """Return the process groups over which weights are sharded; none if they are not.
 
-    Weights that FSDP2 has kept gathered since a forward (`reshard_after_forward=False`) are freed: they show no group.
+    Replicas of one shard (HSDP) are in none of these groups: only gradients pass between them, so a script may call a
+    frozen model in some of the replicas. Weights that FSDP2 has kept gathered since a forward
+    (`reshard_after_forward=False`) are freed: they show no group.
     """
     for part in filter(is_fsdp, module.modules()):
         part.reshard()  # type: ignore[operator]
+    groups: dict[str, Any] = {}
     for each in module.parameters():
         if hasattr(each, "ds_id"):
             return [each.ds_process_group]  # type: ignore[attr-defined]
-        mesh = getattr(each, "device_mesh", None)
-        if mesh is not None:
-            return [mesh.get_group(dim) for dim in range(mesh.ndim)]
-    return []
+        for dim, placement in enumerate(getattr(each, "placements", ())):
+            if not placement.is_replicate():
+                group = each.device_mesh.get_group(dim)  # type: ignore[attr-defined]
+                groups.setdefault(group.group_name, group)
+    return list(groups.values())

@@ -307,3 +307,34 @@ def test_weights_that_an_evaluation_has_left_gathered_are_known_as_sharded(what:
     pytest.importorskip("transformers")
     done = run_cold(GATHERED, what, num_ranks=2)
     assert sorted(done.stdout.strip().splitlines()[-2:]) == [f"0 {packed}", f"1 {packed}"], done.stdout
+
+
+GROUPS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from deepytorch.parallel_modules import sharding_groups
+
+dist.init_process_group("gloo")
+pairs = [[0, 1], [0, 1], [2, 3], [2, 3]][dist.get_rank()]
+for reshard in (True, False):
+    for shape, names, ranks in [((4,), ("all",), range(4)), ((2, 2), ("replica", "shard"), pairs)]:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        model[0].weight.requires_grad_(False)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        fully_shard(model[0], mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        for forwards in range(2):
+            assert [dist.get_process_group_ranks(each) for each in sharding_groups(model)] == [list(ranks)]
+            model(torch.ones(2, 4))
+assert sharding_groups(nn.Linear(2, 2)) == []
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_hold_replicas_of_a_shard_are_no_peers() -> None:
+    """HSDP: weights are sharded over two ranks, and two pairs of ranks hold all of them."""
+    run_cold(GROUPS, num_ranks=4)
