@@ -22,6 +22,12 @@ def is_fsdp(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
+def class_of(module: nn.Module) -> type:
+    """Return the class that a module had before FSDP2 put a class of its own in its place."""
+    kind = type(module)
+    return kind.__bases__[-1] if kind.__bases__[0].__name__ == "FSDPModule" else kind
+
+
 def is_partitioned(module: nn.Module) -> bool:
     """Return whether ZeRO-3, whose hooks cut every graph, has partitioned the module's weights."""
     return any(hasattr(each, "ds_id") for each in module.parameters())

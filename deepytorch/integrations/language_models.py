@@ -17,6 +17,7 @@ from importlib import import_module
 from torch import nn
 
 from deepytorch import autowrap
+from deepytorch.parallel_modules import class_of
 
 
 def attach() -> None:
@@ -53,7 +54,7 @@ def _makes_masks(module: nn.Module) -> bool:
 
 def _is_of_libraries_around(module: nn.Module, whole: nn.Module) -> bool:
     """Return whether a module is the model itself, or a wrapper of PEFT's around it."""
-    return module is whole or type(module).__module__.partition(".")[0] == "peft"
+    return module is whole or class_of(module).__module__.partition(".")[0] == "peft"
 
 
 def _holds(outer: nn.Module, inner: nn.Module) -> bool:

@@ -57,7 +57,7 @@ from deepytorch.integrations.packed_batch import (
 from deepytorch.integrations.padded_hooks import UserHooks
 from deepytorch.library_code import functions_on
 from deepytorch.log import logger, once
-from deepytorch.parallel_modules import is_sharded
+from deepytorch.parallel_modules import class_of, is_sharded
 from deepytorch.torch_internals import current_graph_task_id, top_saved_tensors_default_hooks
 
 Run = Callable[..., Any]
@@ -546,7 +546,7 @@ def entry_for(module: nn.Module, min_padding: float = 0.0) -> ModelEntry | None:
     pretrained = import_module("transformers.modeling_utils").PreTrainedModel
     if isinstance(module, pretrained):
         return ModelEntry(module, module, min_padding)
-    if type(module).__module__.startswith("peft."):
+    if class_of(module).__module__.startswith("peft."):
         inner = module.get_base_model()  # type: ignore[operator]
         if isinstance(inner, pretrained):
             return ModelEntry(module, inner, min_padding)

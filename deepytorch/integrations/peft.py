@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from deepytorch import autowrap
+from deepytorch.parallel_modules import class_of
 
 _AS_CACHE = ("PREFIX_TUNING", "CARTRIDGE")  # prompts that are given as cached keys and values
 
@@ -24,7 +25,8 @@ def attach(_: Any) -> None:
 
 def model_below_prompts(module: nn.Module) -> nn.Module | None:
     """Return the model below the learned prompts of a `PeftModel`; None for any other module."""
-    config = getattr(module, "active_peft_config", None) if type(module).__module__.startswith("peft.") else None
+    is_wrapper = class_of(module).__module__.startswith("peft.")
+    config = getattr(module, "active_peft_config", None) if is_wrapper else None
     if config is None or not config.is_prompt_learning:
         return None
     if config.peft_type.value in _AS_CACHE and config.task_type != "CAUSAL_LM":  # others may call what is below it

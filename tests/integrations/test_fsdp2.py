@@ -309,6 +309,63 @@ def test_weights_that_an_evaluation_has_left_gathered_are_known_as_sharded(what:
     assert sorted(done.stdout.strip().splitlines()[-2:]) == [f"0 {packed}", f"1 {packed}"], done.stdout
 
 
+ADAPTERS = (
+    BEGIN
+    + """
+import peft
+
+config = transformers.LlamaConfig(
+    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, use_cache=False
+)
+lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+def sharded(net):
+    for layer in net.base_model.model.model.layers:
+        fully_shard(layer)
+    return fully_shard(net)
+model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+model, same = sharded(copy.deepcopy(model)), sharded(model)
+draws = torch.Generator().manual_seed(rank)
+def batch(length):
+    ids = torch.randint(5, 64, (4, length), generator=draws)
+    mask = torch.ones_like(ids)
+    mask[1:, 5 + rank:] = 0
+    return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+data = [batch(12 - step % 2) for step in range(6)]
+def train(net):
+    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+    losses = []
+    for step, given in enumerate(data):
+        loss = net(**given).loss
+        if step > 3:  # as a reward is kept near the model without adapters
+            with torch.no_grad(), net.disable_adapter():
+                before = net(**given).loss
+            loss = loss + (loss - before).square()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+ours = train(model)
+[entry] = [each for each in deepytorch.report().to_json()["regions"] if each["name"].startswith("model entry")]
+with deepytorch.paused():
+    torch.testing.assert_close(ours, train(same), rtol=1e-4, atol=1e-5)
+for one, other in zip(model.parameters(), same.parameters()):
+    if one.requires_grad:
+        torch.testing.assert_close(one.full_tensor(), other.full_tensor(), rtol=1e-3, atol=1e-5)
+sys.stdout.write(f"{rank} {entry['steps_profiled']} {entry['steps_packed']}" + chr(10))  # in one piece
+dist.destroy_process_group()
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_model_with_adapters_that_is_sharded_as_a_whole_is_packed() -> None:
+    """Here `fully_shard` gives the wrapper of PEFT's a class of its own."""
+    pytest.importorskip("peft")
+    done = run_cold(ADAPTERS, num_ranks=2)
+    assert sorted(done.stdout.strip().splitlines()[-2:]) == ["0 1 5", "1 1 5"], done.stdout
+
+
 GROUPS = """
 import torch
 import torch.distributed as dist
