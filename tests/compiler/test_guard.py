@@ -108,9 +108,9 @@ def test_both_draw_the_same_numbers() -> None:
 def test_a_model_that_amplifies_rounding_is_compared_by_what_eager_does_itself() -> None:
     def chaotic(inputs: Sequence[Any], scale: float = 1.0) -> list[torch.Tensor]:
         value = torch.sigmoid(inputs[1] @ inputs[0].T) * scale
-        for _ in range(12):
+        for _ in range(40):  # each doubles a difference, so that those of the last bit come to about 1 on any processor
             value = 3.99 * value * (1.0 - value)
-        return [value.mean()]
+        return [value]
 
     assert guard().difference(chaotic, lambda inputs: chaotic(inputs, 1.0 + 2e-7), INPUTS) == ""
 

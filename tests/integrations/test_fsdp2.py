@@ -258,24 +258,30 @@ def test_both_calls_of_a_step_are_profiled_before_ranks_agree(uses: str, later: 
     assert first == ("0 1 6 1" if uses == "tokens" else "0 1 0 7"), first
 
 
-GATHERED = (
+LLAMA = (
     BEGIN
     + """
 config = transformers.LlamaConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, use_cache=False
 )
-def sharded(net):
-    for layer in net.model.layers if sys.argv[1] == "blocks" else ():
-        fully_shard(layer, reshard_after_forward=False)
-    return fully_shard(net, reshard_after_forward=False)
-model = transformers.LlamaForCausalLM(config)
-model, same = sharded(copy.deepcopy(model)), sharded(model)
 draws = torch.Generator().manual_seed(rank)
 def batch(length):
     ids = torch.randint(5, 64, (4, length), generator=draws)
     mask = torch.ones_like(ids)
     mask[1:, 5 + rank:] = 0
     return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+"""
+)
+
+GATHERED = (
+    LLAMA
+    + """
+def sharded(net):
+    for layer in net.model.layers if sys.argv[1] == "blocks" else ():
+        fully_shard(layer, reshard_after_forward=False)
+    return fully_shard(net, reshard_after_forward=False)
+model = transformers.LlamaForCausalLM(config)
+model, same = sharded(copy.deepcopy(model)), sharded(model)
 data = [batch(12 - step % 2) for step in range(5)]
 def train(net):
     optimizer = torch.optim.AdamW(net.parameters(), 1e-3)
@@ -310,13 +316,10 @@ def test_weights_that_an_evaluation_has_left_gathered_are_known_as_sharded(what:
 
 
 ADAPTERS = (
-    BEGIN
+    LLAMA
     + """
 import peft
 
-config = transformers.LlamaConfig(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, use_cache=False
-)
 lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
 def sharded(net):
     for layer in net.base_model.model.model.layers:
@@ -324,12 +327,6 @@ def sharded(net):
     return fully_shard(net)
 model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
 model, same = sharded(copy.deepcopy(model)), sharded(model)
-draws = torch.Generator().manual_seed(rank)
-def batch(length):
-    ids = torch.randint(5, 64, (4, length), generator=draws)
-    mask = torch.ones_like(ids)
-    mask[1:, 5 + rank:] = 0
-    return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
 data = [batch(12 - step % 2) for step in range(6)]
 def train(net):
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
