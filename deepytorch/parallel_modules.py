@@ -59,17 +59,17 @@ def sharding_groups(module: nn.Module) -> list[Any]:
     """Return the process groups over which weights are sharded; none if they are not.
 
     Replicas of one shard (HSDP) are in none of these groups: only gradients pass between them, so a script may call a
-    frozen model in some of the replicas. Weights that FSDP2 has kept gathered since a forward
+    frozen model in some of the replicas. If no weight is sharded, replicas are all that is known of the ranks that run
+    the model together. Weights that FSDP2 has kept gathered since a forward
     (`reshard_after_forward=False`) are freed: they show no group.
     """
     for part in filter(is_fsdp, module.modules()):
         part.reshard()  # type: ignore[operator]
-    groups: dict[str, Any] = {}
+    groups: dict[bool, dict[str, Any]] = {True: {}, False: {}}  # by whether they hold shards
     for each in module.parameters():
         if hasattr(each, "ds_id"):
             return [each.ds_process_group]  # type: ignore[attr-defined]
         for dim, placement in enumerate(getattr(each, "placements", ())):
-            if not placement.is_replicate():
-                group = each.device_mesh.get_group(dim)  # type: ignore[attr-defined]
-                groups.setdefault(group.group_name, group)
-    return list(groups.values())
+            group = each.device_mesh.get_group(dim)  # type: ignore[attr-defined]
+            groups[not placement.is_replicate()].setdefault(group.group_name, group)
+    return list((groups[True] or groups[False]).values())

@@ -213,7 +213,7 @@ void Exchange::start(size_t chunk, void* data, size_t count) {
     const size_t room = slice_capacity_ + num_hosts_;  // parts are rounded up
     if (residual_->room != room) *residual_ = {{}, {}, room, residual_->count};
     if (residual_->sent.size() < (chunk + 1) * room) residual_->sent.resize((chunk + 1) * room);
-    if (residual_->summed.size() < (chunk + 1) * room) residual_->summed.resize((chunk + 1) * room);
+    if (!swaps() && residual_->summed.size() < (chunk + 1) * room) residual_->summed.resize((chunk + 1) * room);
     residual = residual_->sent.data() + chunk * room;
   }
   for (int part = 0; part < parts; ++part) {

@@ -320,14 +320,16 @@ ADAPTERS = (
     + """
 import peft
 
-lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+kept = {"modules_to_save": ["embed_tokens", "lm_head"]} if sys.argv[1] == "parts" else {}
+lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False, **kept)
 def sharded(net):
-    for layer in net.base_model.model.model.layers:
-        fully_shard(layer)
+    inner = net.base_model.model
+    for each in [*inner.model.layers, *([inner.model.embed_tokens, inner.lm_head] if kept else [])]:
+        fully_shard(each)
     return fully_shard(net)
 model = peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
 model, same = sharded(copy.deepcopy(model)), sharded(model)
-data = [batch(12 - step % 2) for step in range(6)]
+data = [batch(12 - step % 2) for step in range(14)]
 def train(net):
     optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
     losses = []
@@ -356,11 +358,12 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_a_model_with_adapters_that_is_sharded_as_a_whole_is_packed() -> None:
-    """Here `fully_shard` gives the wrapper of PEFT's a class of its own."""
+@pytest.mark.parametrize("what", ["layers", "parts"])
+def test_a_model_with_adapters_that_is_sharded_as_a_whole_is_packed(what: str) -> None:
+    """Here `fully_shard` gives the wrapper of PEFT's a class of its own, and layers of PEFT's."""
     pytest.importorskip("peft")
-    done = run_cold(ADAPTERS, num_ranks=2)
-    assert sorted(done.stdout.strip().splitlines()[-2:]) == ["0 1 5", "1 1 5"], done.stdout
+    done = run_cold(ADAPTERS, what, num_ranks=2)
+    assert sorted(done.stdout.strip().splitlines()[-2:]) == ["0 1 13", "1 1 13"], done.stdout
 
 
 GROUPS = """
@@ -384,6 +387,14 @@ for reshard in (True, False):
             assert [dist.get_process_group_ranks(each) for each in sharding_groups(model)] == [list(ranks)]
             model(torch.ones(2, 4))
 assert sharding_groups(nn.Linear(2, 2)) == []
+replicate = None
+try:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+except ImportError:  # of torch 2.13
+    pass
+if replicate is not None:  # FSDP2's classes, with no weight sharded
+    model = replicate(nn.Linear(4, 8), mesh=init_device_mesh("cpu", (4,)))
+    assert [dist.get_process_group_ranks(each) for each in sharding_groups(model)] == [[0, 1, 2, 3]]
 dist.destroy_process_group()
 """
 
