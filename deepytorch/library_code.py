@@ -45,13 +45,15 @@ def functions_on(module: nn.Module) -> list[Any]:
     found = [
         each
         for name, each in vars(module).items()
-        if name not in _OF_EVERY_MODULE and callable(each) and not isinstance(each, nn.Module)
+        if name not in _OF_EVERY_MODULE | _OF_GENERATION and callable(each) and not isinstance(each, nn.Module)
     ]
     hook = vars(module).get("_hf_hook")  # Accelerate's forward calls it, and a script may have written it
     return found if hook is None else [*found, *map(type, getattr(hook, "hooks", [hook]))]
 
 
 _OF_EVERY_MODULE = frozenset((*vars(nn.Module()), "_compiled_call_impl"))
+# What `generate` runs, and no forward. PEFT's leaves it on the instance after the first call.
+_OF_GENERATION = frozenset(("prepare_inputs_for_generation",))
 
 
 def _is_librarys(value: Any, seen: set[int]) -> bool:

@@ -89,6 +89,13 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
 
 
+def _num_ids(model: Any) -> int:
+    """Return the number of tokens that a model has embeddings of. PEFT puts modules of its own around these."""
+    inside = model.get_input_embeddings().modules()
+    found = (getattr(each, "num_embeddings", None) for each in inside)
+    return int(next(filter(None, found), _text_config(model).vocab_size))
+
+
 def readings(model: Any, packed: Any) -> Iterator[Reading]:
     """Yield the readings of a batch to try in turn: the kinds of rows they are right for, and their rules of positions.
 
@@ -97,7 +104,7 @@ def readings(model: Any, packed: Any) -> Iterator[Reading]:
     parameters = inspect.signature(packed.forward).parameters
     two_sided = bool(model.config.is_encoder_decoder) and "decoder_input_ids" in parameters
     config = _text_config(model)
-    ids = model.get_input_embeddings().num_embeddings
+    ids = _num_ids(model)
     by_token = type(model).__name__.endswith("ForTokenClassification")
     pad_id = getattr(config, "pad_token_id", None)
     by_row = type(model).__name__.endswith(BY_ROW)
