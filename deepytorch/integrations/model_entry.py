@@ -547,9 +547,7 @@ def entry_for(module: nn.Module, min_padding: float = 0.0) -> ModelEntry | None:
     if isinstance(module, pretrained):
         return ModelEntry(module, module, min_padding)
     kind = class_of(module)
-    if kind.__module__.startswith("peft.") and hasattr(
-        kind, "get_base_model"
-    ):  # PEFT's layers are classes of its own, too
+    if kind.__module__.startswith("peft.") and hasattr(kind, "get_base_model"):  # PEFT's layers have none
         inner = module.get_base_model()  # type: ignore[operator]
         if isinstance(inner, pretrained):
             return ModelEntry(module, inner, min_padding)

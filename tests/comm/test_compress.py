@@ -108,6 +108,7 @@ def test_a_sum_that_fp16_cannot_hold_is_infinite_where_it_is_cast(num_hosts):
     all_reduce(mine, compress="fp16")
     expected = 8e4 if size == 2 else float("inf")  # two hosts cast no sum
     assert (mine == expected).all(), mine
+    assert (overflows() > 0) == (size > 2)
     dist.destroy_process_group()
     """
     run(script, num_hosts, 60)

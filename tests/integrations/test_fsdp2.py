@@ -146,28 +146,37 @@ torch.manual_seed(0)
 rank = dist.get_rank()
 """
 
-KEYWORDS = (
+LLAMA = (
     BEGIN
     + """
 config = transformers.LlamaConfig(
     hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, use_cache=False
 )
+draws = torch.Generator().manual_seed(rank)
+def batch(length):
+    ids = torch.randint(5, 64, (4, length), generator=draws)
+    mask = torch.ones_like(ids)
+    mask[1:, 5 + rank:] = 0
+    return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
+"""
+)
+
+KEYWORDS = (
+    LLAMA
+    + """
 def sharded(net):
     for layer in net.model.layers:
         fully_shard(layer)
     return fully_shard(net)
 model = transformers.LlamaForCausalLM(config)
 model, same = sharded(copy.deepcopy(model)), sharded(model)
-ids = torch.randint(5, 64, (4, 12), generator=torch.Generator().manual_seed(rank))
-mask = torch.ones_like(ids)
-mask[1:, 5 + rank:] = 0
+data = batch(12)
 def train(net):
     optimizer = torch.optim.SGD(net.parameters(), 1e-2)
     losses = []
     for step in range(5):
         more = {"output_hidden_states": True} if rank == 0 and step in map(int, sys.argv[1]) else {}
-        given = dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100), **more)
-        loss = net(**given).loss
+        loss = net(**data, **more).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -257,21 +266,6 @@ def test_both_calls_of_a_step_are_profiled_before_ranks_agree(uses: str, later: 
     assert second == f"1 2 {later}"
     assert first == ("0 1 6 1" if uses == "tokens" else "0 1 0 7"), first
 
-
-LLAMA = (
-    BEGIN
-    + """
-config = transformers.LlamaConfig(
-    hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64, use_cache=False
-)
-draws = torch.Generator().manual_seed(rank)
-def batch(length):
-    ids = torch.randint(5, 64, (4, length), generator=draws)
-    mask = torch.ones_like(ids)
-    mask[1:, 5 + rank:] = 0
-    return dict(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100))
-"""
-)
 
 GATHERED = (
     LLAMA
