@@ -2,8 +2,8 @@
 
 Each rank's part is rounded once before it is sent, summed in float32 at its owner, and the sum is rounded once. Two
 hosts send each other all of it instead, and round no sum. With a `key`, the error of a cast is added to the next
-payload of that key (error feedback: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019, "Error
-feedback fixes SignSGD").
+payload of that key (error feedback: Seide et al. 2014, "1-bit stochastic gradient descent"; Karimireddy et al. 2019,
+"Error feedback fixes SignSGD").
 """
 
 from __future__ import annotations
