@@ -268,7 +268,7 @@ def _lower_whole(
         compiled = lowering.compile(module, example_inputs)
         tell(Outcome.DECLINED)
         parts = parts_in_outputs(copy.graph)
-        return compiled_region(compiled, len(example_inputs), eager, record, unread, parts, tuning, compared)
+        return compiled_region(compiled, len(example_inputs), eager, lowering, record, unread, parts, tuning, compared)
     except (TensorifyScalarRestartAnalysis, torch.OutOfMemoryError):  # see [Note: Restarts]
         raise
     except Exception as error:

@@ -1,6 +1,7 @@
-"""The number of a DistributedDataParallel module within its group: the same on all ranks, which make modules together.
+"""The number of a DistributedDataParallel module within its group, and what the module does with outputs.
 
-Later events would not do as a name, since ranks may differ in them: one may never compile the module.
+The number is the same on all ranks, which make modules together. Later events would not do as a name, since ranks may
+differ in them: one may never compile the module.
 """
 
 from __future__ import annotations
@@ -39,6 +40,16 @@ def place_of(ddp: Any) -> str | None:
         _number(ddp, "old ")
     place = vars(ddp)[_ATTRIBUTE]
     return None if place is None else str(place.name)
+
+
+def copies_outputs(ddp: Any) -> bool:
+    """Return whether DDP passes a forward's outputs through a node of its own, which looks at their graph.
+
+    DDP does so to find unused parameters, and in a static graph's first step; not once deepytorch reduces gradients.
+    """
+    if ddp.static_graph:
+        return not ddp._static_graph_delay_allreduce_enqueued
+    return bool(ddp.find_unused_parameters)
 
 
 def _number(ddp: Any, kind: str = "") -> None:

@@ -31,6 +31,7 @@ from deepytorch.compiler.budget import BUDGET
 from deepytorch.compiler.code.agreement import SameStep
 from deepytorch.compiler.dynamo.attends_by_name import attends_by_name
 from deepytorch.compiler.report import STARTS
+from deepytorch.ddp_modules import copies_outputs
 from deepytorch.process_facts import seconds_since_start
 
 _PADDED = (1, 3)  # which calls after the one with the proof at entry run padded
@@ -46,17 +47,20 @@ ASK_SECONDS = 0.25  # to prove a model at entry
 _DOES_NOT_PAY = "padded until it is compiled: packing these batches takes longer than it saves"
 
 
-def _same_step() -> SameStep | None:
-    """Return the agreement for the DistributedDataParallel module whose forward runs; None if none, or of one rank."""
+def _same_step(known: SameStep | None) -> SameStep | None:
+    """Watch the DistributedDataParallel module whose forward runs, if any; return the agreement of its ranks.
+
+    known: the agreement so far. It stays the same if the script wraps its model once more: calls are counted through.
+    """
     if not dist.is_available() or not dist.is_initialized():
-        return None
+        return known
     from deepytorch.compiler.code.data_parallel import active, takeover_of
 
     ddp = active()
-    if ddp is None or ddp.process_group.size() == 1:
-        return None
+    if ddp is None or (ddp.process_group.size() == 1 and not copies_outputs(ddp)):
+        return known
     takeover = takeover_of(ddp)
-    return SameStep(takeover.name, takeover.store, ddp.process_group.rank())
+    return known or SameStep(takeover.name, takeover.store, ddp.process_group.rank())
 
 
 class FirstEntry(Protocol):
@@ -126,11 +130,10 @@ class FirstSteps:
     def over(self) -> bool:
         """Count a call that begins; return whether this call, and all later ones, may be traced and proved."""
         self._calls += 1
-        if self._calls == 1:
-            self._together = _same_step()
         if self._calls == 2 and STARTS.first_step is None:
             STARTS.first_step = seconds_since_start()
         if not self._over:
+            self._together = _same_step(self._together)
             since = self._calls - self._asked
             measured = self._asked > 0 and (self._entry is None or since > _PADDED[-1])
             affordable = measured and BUDGET.affords(self._cost)

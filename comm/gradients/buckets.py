@@ -144,10 +144,15 @@ class BucketPlan:
 
 
 def group_link(group: dist.ProcessGroup) -> Link:
-    """Return the cost of an all-reduce on a group: by its measured links, else as over a 10 Gbit network."""
+    """Return the cost of an all-reduce on a group: by its measured links, else as over a 10 Gbit network.
+
+    One rank alone sends nothing, which no line describes; its buckets are planned as over a network.
+    """
     try:
         found = group_of(group)
     except ConfigError:
+        return NOMINAL
+    if group.size() == 1:
         return NOMINAL
     device: DeviceKind = "cuda" if torch.cuda.is_available() else "cpu"
     times = []

@@ -4,6 +4,13 @@ DDP keeps everything else: its flags (`no_sync`), the broadcast of buffers, the 
 of the parameters to reduce, frozen or not, which it made when it was built. From the first forward on, an object of
 ours stands before DDP's reducer and sees which backwards are to be reduced. Once all ranks have agreed (see [Note:
 Takeover]), DDP's reducer gets no more calls, so that its own hooks send nothing.
+
+[Note: Wrapped again]
+A script may wrap a model once more, as a second Trainer does. The code that was compiled under the first module goes
+on: modules with the same list of parameters have one name for their gradients, and the reducer of that name is the one
+of the module whose forward ran last. A module that was not there at the compilation is adopted in its first forward
+(`meet`). Where forwards of several modules wait for a backward, all of their reducers would average the gradients of
+the next one, as DDP's do, to the same values: only the last one does.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from deepytorch.comm.gradients.buckets import BucketPlan, Member, expected_arriv
 from deepytorch.comm.gradients.comm_hooks import CommHook, only_averages
 from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
 from deepytorch.compiler.code.takeover import Takeover
-from deepytorch.ddp_modules import place_of
+from deepytorch.ddp_modules import copies_outputs, place_of
 from deepytorch.log import logger, once
 from deepytorch.patches import forget, patch, replace
 from deepytorch.torch_internals import disable_dynamo, get_active_ddp_module, get_process_group_store
@@ -37,7 +44,7 @@ _FLAGS = ("find_unused_parameters", "_static_graph_delay_allreduce_enqueued")
 
 @dataclass
 class Members:
-    """The parameters of one DDP module, whose gradients a graph hands to the reducer called `name`."""
+    """The parameters of DDP modules, whose gradients a graph hands to the reducer called `name`."""
 
     name: str
     numbers: dict[int, int]  # id of a parameter -> member of the plan
@@ -69,7 +76,7 @@ class _Between:
 
     def __init__(self, ddp: Any, takeover: Takeover) -> None:
         self.theirs, self._ddp, self.takeover = ddp.reducer, weakref.ref(ddp), takeover
-        self.ours: GradientReducer | None = None
+        self.ours: DdpGradients | None = None
         self._before: dict[str, Any] = {}
         # Of these calls only the first in each backward counts.
         self._hooks = [on_accumulated(each, lambda _: takeover.accumulated()) for _, each in _parameters(ddp)]
@@ -97,7 +104,9 @@ class _Between:
     def prepare_for_backward(self, outputs: Any) -> None:
         """Pass on a call of DDP's, made after every forward whose backward is to be reduced."""
         if self.ours is not None:
-            self.ours.arm()
+            disarm(self.ours)
+            REDUCERS[self.ours.name] = self.ours.reducer
+            self.ours.reducer.arm()
         else:
             self.takeover.forward_ended()
             self.theirs.prepare_for_backward(outputs)
@@ -108,11 +117,11 @@ class _Between:
         if self.ours is None:
             self.theirs._delay_all_reduce()
 
-    def take_over(self, ddp: Any, ours: GradientReducer) -> None:
+    def take_over(self, ddp: Any, ours: DdpGradients) -> None:
         """Hand gradients to our reducer, from this forward on."""
         self._stop_counting()
         self.ours = ours
-        ours.take_over()
+        ours.reducer.take_over()
         # DDP would pass every output through a node of its own, which copies it: deferred logits would be computed.
         self._before = {each: getattr(ddp, each, None) for each in _FLAGS}
         ddp.find_unused_parameters, ddp._static_graph_delay_allreduce_enqueued = False, True
@@ -122,7 +131,7 @@ class _Between:
         self.takeover.stop()
         self._stop_counting()
         if self.ours is not None:
-            self.ours.release()
+            self.ours.reducer.release()
         ddp = self._ddp()
         if ddp is not None:
             ddp.reducer = self.theirs
@@ -135,7 +144,7 @@ class _Between:
 
     def _leave(self) -> None:
         if self.ours is not None:
-            self.ours.disarm()  # a forward begins, and DDP's reducer gets the call
+            self.ours.reducer.disarm()  # a forward begins, and DDP's reducer gets the call
         _give_back(self._ddp(), "DistributedDataParallel.join is in use")
         self.ours = None  # the call under way goes to DDP's reducer, too
 
@@ -168,6 +177,29 @@ def adopt(ddp: Any) -> DdpGradients | str:
     if isinstance(found, DdpGradients):
         found.takeover.ready()
     return found
+
+
+def meet(ddp: Any, compiled_for: DdpGradients | None = None) -> None:
+    """Note the DDP module in whose forward a region runs, see [Note: Wrapped again].
+
+    A module that copies its outputs is ready from the first forward on: what it copies cannot be deferred, so that
+    nothing is packed before the takeover.
+
+    compiled_for: the gradients that the region's code hands over, if any.
+    """
+    if _ATTRIBUTE not in vars(ddp) or copies_outputs(ddp):
+        adopt(ddp)
+    found = gradients_of(ddp)
+    theirs = isinstance(found, str) or not found.takeover.is_over
+    if compiled_for is not None and theirs and ddp.require_backward_grad_sync and torch.is_grad_enabled():
+        disarm(compiled_for)  # DDP's reducer takes the gradients of the next backward
+
+
+def disarm(gradients: Members) -> None:
+    """Have the next backward reduced by none of our reducers of these parameters."""
+    known = REDUCERS.get(gradients.name)
+    if known is not None:
+        known.disarm()
 
 
 def gradients_of(ddp: Any) -> DdpGradients | str:
@@ -249,7 +281,7 @@ def _where(takeover: Takeover) -> str:
 
 
 def _take_over(ddp: Any) -> None:
-    ddp.reducer.take_over(ddp, vars(ddp)[_ATTRIBUTE].reducer)
+    ddp.reducer.take_over(ddp, vars(ddp)[_ATTRIBUTE])
 
 
 def _give_back(ddp: Any, reason: str | None = None) -> None:
@@ -320,11 +352,21 @@ def _make_gradients(ddp: Any, takeover: Takeover) -> DdpGradients:
         may_be_unused=may_be_unused,
         hook=CommHook(*hooks[0]) if hooks else None,
     )
-    REDUCERS[reducer.name] = reducer
+    name = next((name for name, each in REDUCERS.items() if _are_of(each, found)), None)
+    if name is None:
+        name = reducer.name
+        REDUCERS[name] = reducer
     takeover.settings = f"{plan.digest()} {may_be_unused}"
     logger.info("%s: %d gradients are to leave in %d buckets", reducer.name, len(plan.members), len(plan.buckets))
     numbers = {id(parameter): number for number, (_, parameter) in enumerate(found)}
-    return DdpGradients(reducer.name, numbers, reducer, takeover)
+    return DdpGradients(name, numbers, reducer, takeover)
+
+
+def _are_of(reducer: GradientReducer, parameters: list[tuple[str, nn.Parameter]]) -> bool:
+    """Return whether a reducer has these parameters, in this order."""
+    return len(reducer.parameters) == len(parameters) and all(
+        one is other for one, (_, other) in zip(reducer.parameters, parameters, strict=True)
+    )
 
 
 def _plan(parameters: list[tuple[str, nn.Parameter]], ddp: Any) -> BucketPlan:

@@ -10,10 +10,19 @@ from typing import Any
 import torch
 from torch import fx
 
-from deepytorch.compiler.code.data_parallel import DdpGradients, Members, active, adopt, delays_some, gradients_of
+from deepytorch.compiler.code.data_parallel import (
+    DdpGradients,
+    Members,
+    active,
+    adopt,
+    delays_some,
+    gradients_of,
+    meet,
+)
 from deepytorch.compiler.code.lower import GraphPasses, lower
 from deepytorch.compiler.config import CompilerConfig
 from deepytorch.compiler.plan import Plan
+from deepytorch.ddp_modules import copies_outputs
 from deepytorch.passes.graphs import copied
 from deepytorch.passes.reduce_gradients import ReduceGradients
 from deepytorch.torch_internals import inductor_config
@@ -45,9 +54,9 @@ class RegionLowering:
         ddp = active()
         if ddp is not None and delays_some(ddp):  # delayed gradients need the order of eager's backward
             return cls(replace(config, lowering="eager"), plan, declined="some are delayed, which takes eager's order")
-        if not config.reduce_gradients or config.lowering == "eager":
+        if not _may_reduce(config):
             ddp = None
-        if ddp is None or torch.distributed.get_world_size(ddp.process_group) == 1:
+        if ddp is None or (torch.distributed.get_world_size(ddp.process_group) == 1 and not copies_outputs(ddp)):
             return cls(config, plan)
         adopted = adopt(ddp) if config.waits else gradients_of(ddp)
         return cls(config, plan, declined=adopted) if isinstance(adopted, str) else cls(config, plan, adopted)
@@ -88,9 +97,23 @@ class RegionLowering:
         """
         if self.config.waits or not isinstance(self.gradients, DdpGradients):
             return True
-        self.gradients.takeover.ready()
-        takeover = self.gradients.takeover
+        ddp = active()
+        found = self.gradients if ddp is None else adopt(ddp)
+        if isinstance(found, str):
+            return True
+        takeover = found.takeover
+        takeover.ready()
         return takeover.is_over or not takeover.lasts  # without one, DDP reduces what compiled code hands to autograd
+
+    def meet(self) -> None:
+        """Note the data-parallel module in whose forward the region is called, see [Note: Wrapped again]."""
+        ddp = active()
+        if ddp is None:
+            return
+        if isinstance(self.gradients, DdpGradients):
+            meet(ddp, self.gradients)
+        elif _may_reduce(self.config) and copies_outputs(ddp):
+            meet(ddp)
 
     def failed(self) -> None:
         """Note that the region could not be compiled on this rank."""
@@ -107,6 +130,10 @@ class RegionLowering:
         if not lowering.may_begin():  # the parameters of another module before its takeover: DDP's reducer has them
             return module.forward
         return lowering.compile(module, example_inputs)
+
+
+def _may_reduce(config: CompilerConfig) -> bool:
+    return config.reduce_gradients and config.lowering != "eager"
 
 
 def _has_strict_numerics(module: fx.GraphModule) -> bool:

@@ -89,7 +89,7 @@ class Region:
 
     eager: runs the graph operator by operator, as the model has it. falls_back: whether a call whose code fails
     is run again (packed code padded, padded code in eager); False if the code may have written to its inputs, or if
-    that is not known.
+    that is not known. meet: notes the data-parallel module in whose forward a call runs.
     """
 
     def __init__(
@@ -100,14 +100,16 @@ class Region:
         record: RegionRecord,
         packing: Packing | None = None,
         *,
+        meet: Callable[[], None],
         falls_back: bool = False,
     ) -> None:
         self._eager, self._padded, self._packing = eager, padded, packing
-        self._events, self._record, self._falls_back = events, record, falls_back
+        self._events, self._record, self._falls_back, self._meet = events, record, falls_back, meet
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Run one call of the region."""
         started = time.perf_counter()
+        self._meet()
         call = _Call(self._packing, inputs)
         chosen, why = route(self._events.state, call)
         self._record.route = chosen.value

@@ -144,7 +144,7 @@ def packed_region(
         verification=Verification(verify_every, record) if compares else None,
         packs_in_eager=trace is None or trace.packs_in_eager,
     )
-    return Region(eager, code, events, record, packing, falls_back=not effects.written)
+    return Region(eager, code, events, record, packing, meet=lowering.meet, falls_back=not effects.written)
 
 
 def rewritten_region(
@@ -167,7 +167,7 @@ def rewritten_region(
     code: Padded | Guarded = whole.compiled(lowering)
     if plain is not None:
         code = _guarded(whole, lowering, eager, effects, verify_every, plain)
-    return Region(eager, code, events, record, falls_back=not effects.written)
+    return Region(eager, code, events, record, meet=lowering.meet, falls_back=not effects.written)
 
 
 def _guarded(
@@ -263,13 +263,14 @@ def whole_region(
     varying, numerics = [symbolic_dims(fakes[index]) for index in reads], lowering.strict(later)
     code = CompiledStep(later, varying, lowering, record)
     strict = None if numerics is None else CompiledStep(later, varying, numerics, record)
-    return _as_it_is(code, reads, eager, record, unread, parts, tuning, compared, strict)
+    return _as_it_is(code, reads, eager, lowering, record, unread, parts, tuning, compared, strict)
 
 
 def compiled_region(
     compiled: Callable[..., Sequence[Any]],
     num_inputs: int,
     eager: Callable[..., Any],
+    lowering: RegionLowering,
     record: RegionRecord,
     unread: Collection[int] = (),
     parts: Parts | None = None,
@@ -277,13 +278,14 @@ def compiled_region(
     compared: Compared | None = None,
 ) -> Region:
     """Return a region whose unchanged graph is compiled already. Arguments: as for `whole_region`."""
-    return _as_it_is(Compiled(compiled), range(num_inputs), eager, record, unread, parts, tuning, compared)
+    return _as_it_is(Compiled(compiled), range(num_inputs), eager, lowering, record, unread, parts, tuning, compared)
 
 
 def _as_it_is(
     code: CompiledStep | Compiled,
     reads: Sequence[int],
     eager: Callable[..., Any],
+    lowering: RegionLowering,
     record: RegionRecord,
     unread: Collection[int],
     parts: Parts | None,
@@ -298,7 +300,7 @@ def _as_it_is(
         return Padded(code, reads, second, eager, takes_read=False)
 
     if compared is None:
-        return Region(eager, padded(code), events, record)
+        return Region(eager, padded(code), events, record, meet=lowering.meet)
     written = frozenset() if parts is None else parts.written
     guard = Guard(record, own_weights=compared.own_weights, written=written, needs_memory=tuning is not None)
     with_strict = None if strict is None else CompiledForm(padded(strict), STRICT)
@@ -314,7 +316,7 @@ def _as_it_is(
             events.has_no_padded_code,
             compared.every,
         )
-        return Region(eager, guarded, events, record)
+        return Region(eager, guarded, events, record, meet=lowering.meet)
     forms: list[Form] = [] if tuning.rewritten is None else [OperatorByOperator("channels last", tuning.rewritten)]
     plain, compiled = Eager(eager), CompiledForm(padded(code))
     is_compiled = isinstance(code, Compiled)
@@ -329,4 +331,4 @@ def _as_it_is(
         compared.every,
         with_strict,
     )
-    return Region(eager, tuner, events, record)
+    return Region(eager, tuner, events, record, meet=lowering.meet)

@@ -837,7 +837,81 @@ for memory in (None if rank == 1 else Registered(), Registered(gives=1 if rank =
 """
 
 
+AGAIN = """
+def pair():
+    torch._dynamo.reset()
+    nets = Net(), Net()
+    nets[1].compile(backend="deepytorch", options={"lowering": LOWERING, "tune": False})
+    return nets, [torch.optim.AdamW(each.parameters(), 1e-3, eps=1e-6) for each in nets]
+
+def trained(nets, optimizers, wrappers, run, numbers):
+    for number in numbers:
+        for optimizer, own in zip(optimizers, wrappers):
+            optimizer.zero_grad()
+            run(own, number)
+        same(*nets, number)
+        for optimizer in optimizers:
+            optimizer.step()
+
+def wrapped(nets, **ddp):
+    return [DDP(each, **ddp) for each in nets]
+
+# one after the other: code that was compiled once hands gradients to the reducer of each
+nets, optimizers = pair()
+for fold, options in enumerate(({}, {"find_unused_parameters": True}, {"static_graph": True}, {})):
+    wrappers = wrapped(nets, **options)
+    numbers = range(5 * fold, 5 * fold + 5)
+    trained(nets, optimizers, wrappers, lambda own, number: own(*data(number)).backward(), numbers)
+    found = adopted(wrappers[1])
+    assert found.takeover.is_over and found.reducer.counts.syncs == 4, (fold, found.reducer.counts)
+    assert found.reducer.counts.late == 0 or "static_graph" in options, (fold, found.reducer.counts)
+assert LEDGER.report().total("compiles") == 1, LEDGER.report().total("compiles")
+
+# by turns, and with forwards of both that wait for a backward, or never have one
+nets, optimizers = pair()
+wrappers = list(zip(wrapped(nets), wrapped(nets, find_unused_parameters=True)))
+trained(nets, optimizers, wrappers, lambda own, number: own[number % 2](*data(number)).backward(), range(8))
+for found in map(adopted, wrappers[1]):
+    assert found.takeover.is_over and found.reducer.counts.syncs == 3, found.reducer.counts
+def together(own, number):
+    losses = [each(*data(number)) for each in (own if number % 3 else own[::-1])]
+    for loss in losses if number % 2 else losses[::-1]:
+        loss.backward()
+trained(nets, optimizers, wrappers, together, range(8, 14))
+def without_one(own, number):
+    loss = own[number % 2](*data(number))
+    with torch.no_grad():
+        own[1 - number % 2](*data(number))
+    loss.backward()
+    own[number % 2](*data(number))
+trained(nets, optimizers, wrappers, without_one, range(14, 20))
+
+# a module that DDP reduces on, behind forwards of one that we reduce: one without a backward, one that waits for it
+for waits in (False, True):
+    nets, optimizers = pair()
+    wrappers = list(zip(wrapped(nets), wrapped(nets)))
+    for _, each in wrappers:
+        each.register_comm_hook(None, lambda state, bucket: dist.all_reduce(
+            bucket.buffer().div_(size), async_op=True).get_future().then(lambda f: f.value()[0]))
+    trained(nets, optimizers, wrappers, lambda own, number: own[0](*data(number)).backward(), range(3))
+    def behind(own, number):
+        loss = own[0](*data(number))
+        own[1](*data(number)).backward()
+        if waits:
+            loss.backward()
+    trained(nets, optimizers, wrappers, behind, range(3, 9))
+    def looking(own, number):
+        loss = own[0](*data(number))
+        with torch.no_grad():
+            (own[0](*data(number)), own[1](*data(number)))
+        loss.backward()
+    trained(nets, optimizers, wrappers, looking, range(9, 12))
+    assert adopted(wrappers[1][0]).takeover.is_over and "communication hook" in adopted(wrappers[1][1])
+"""
+
+
 PARTS = {
+    "again": AGAIN,
     "registered": REGISTERED,
     "steps": PLAIN + ACCUMULATION + DETERMINISTIC,
     "models": MODELS,

@@ -785,7 +785,9 @@ def test_a_call_keeps_nothing_alive_behind_its_backward(ends: str) -> None:
 
 
 def test_a_region_without_gradients_is_not_watched() -> None:
-    region = compiled_region(lambda x: (x + 1,), 1, lambda x: (x + 1,), RegionRecord("region", "declined", "aot_eager"))
+    lowering = RegionLowering(CompilerConfig(), Plan.initial("region", CompilerConfig()))
+    record = RegionRecord("region", "declined", "aot_eager")
+    region = compiled_region(lambda x: (x + 1,), 1, lambda x: (x + 1,), lowering, record)
     region(torch.ones(2))
     assert region._padded._second._blind
     assert region._padded._second.begin([torch.ones(2)], lambda x: (x,)) is None

@@ -49,7 +49,8 @@ CHOSEN = (
 IN_THE_DEFAULT_MODE = {
     **dict.fromkeys(
         (
-            "add_lora_midway", "checkpoint_around_part", "classes_change_midway", "ddp_images",
+            "add_lora_midway", "checkpoint_around_part", "classes_change_midway", "ddp_images", "ddp_unused_parameters",
+            "ddp_wrapped_again",
             "evaluation_between_steps", "freeze_midway", "generate_between_steps", "hooks_come_and_go", "images",
             "infinite_pads_times_mask",
             "lora_on_int8", "lora_with_checkpoints", "mixture_of_experts", "noise_by_name", "router_loss", "teacher",
@@ -59,14 +60,14 @@ IN_THE_DEFAULT_MODE = {
     ),
     **dict.fromkeys(
         (
-            "checkpointing_with_dropout", "ddp_unused_parameters", "gradient_penalty_model_loss",
+            "checkpointing_with_dropout", "gradient_penalty_model_loss",
             "passes_that_draw_alike",
         ),
         False,
     ),
 }  # fmt: skip
 CHOSEN_IN_THE_DEFAULT_MODE = (
-    "ddp_unused_parameters", "freeze_midway", "hooks_come_and_go",
+    "ddp_unused_parameters", "ddp_wrapped_again", "freeze_midway", "hooks_come_and_go",
 )  # fmt: skip
 SCENARIOS = {
     scenario.name: scenario

@@ -24,6 +24,7 @@ from deepytorch.compiler.step.outputs.pending import Compute, Family, Pending, P
 from deepytorch.compiler.step.outputs.token_uses import compute_others, may_write, on_tokens
 from deepytorch.compiler.step.outputs.tokens import Tokens
 from deepytorch.compiler.step.past import Modes
+from deepytorch.ddp_modules import copies_outputs
 from deepytorch.errors import DeferredError
 from deepytorch.log import once
 from deepytorch.patches import Patch, replace
@@ -120,14 +121,9 @@ _PASS_ON = ("torch.nn.parallel.", "torch.distributed.fsdp.", "torch.distributed.
 
 
 def must_be_plain() -> bool:
-    """Return whether DDP passes the running forward's results through a node of its own, which looks at their graph.
-
-    DDP does so to find unused parameters, and in a static graph's first step; not once deepytorch reduces gradients.
-    """
-    ddp: Any = get_active_ddp_module()
-    if ddp is None or not (ddp.find_unused_parameters or ddp.static_graph):
-        return False
-    return not (ddp.static_graph and ddp._static_graph_delay_allreduce_enqueued)
+    """Return whether DDP passes the outputs of the forward that runs through a node of its own."""
+    ddp = get_active_ddp_module()
+    return ddp is not None and copies_outputs(ddp)
 
 
 def is_deferred(tensor: object) -> bool:

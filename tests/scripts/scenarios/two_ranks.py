@@ -93,6 +93,41 @@ def ddp_unused_parameters():
 
 
 @case
+def ddp_wrapped_again():
+    """A model is wrapped three times, as by several Trainers; the last two wrappers take turns, and wait together."""
+    model, recorded = llama(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss_of(wrapped, number):
+        ids, mask, labels = mine(number)
+        return wrapped(input_ids=ids, attention_mask=mask, labels=labels).loss
+
+    def step(number, *wrapped):
+        losses = [loss_of(each, number) for each in wrapped]
+        for loss in losses:
+            loss.backward()
+        recorded.extend([*[loss.item() for loss in losses], torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)])
+        optimizer.step()
+        optimizer.zero_grad()
+
+    first = DistributedDataParallel(model)
+    for number in range(3):
+        step(number, first)
+    with torch.no_grad():
+        recorded.append(loss_of(first, 3).item())
+    loss_of(first, 3)  # without a backward
+    del first
+    second = DistributedDataParallel(model, find_unused_parameters=True)
+    for number in range(3):
+        step(number, second)
+    third = DistributedDataParallel(model)
+    for number in range(4):
+        step(number, (second, third)[number % 2])
+    step(9, second, third)
+    return [*recorded, norms(model)]
+
+
+@case
 def ddp_no_sync():
     """Accumulation with no_sync, and a loss outside that counts pads."""
     model, recorded = DistributedDataParallel(llama()), []
