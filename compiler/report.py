@@ -131,8 +131,8 @@ class Report:
 # The communication layer is looked up and not imported: a process that trains alone does not load it.
 def _reducers() -> list[GradientReducer]:
     """Return the gradient reducers of this process."""
-    module = sys.modules.get("deepytorch.comm.gradients.reducer")
-    return list(module.REDUCERS.values()) if module else []
+    module = sys.modules.get("deepytorch.comm.gradients.registry")
+    return module.reducers() if module else []
 
 
 def _groups_on_stock() -> list[dict[str, str]]:

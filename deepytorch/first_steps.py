@@ -60,7 +60,9 @@ def _same_step(known: SameStep | None) -> SameStep | None:
     if ddp is None or (ddp.process_group.size() == 1 and not copies_outputs(ddp)):
         return known
     takeover = takeover_of(ddp)
-    return known or SameStep(takeover.name, takeover.store, ddp.process_group.rank())
+    if known is not None or ddp.process_group.size() == 1:
+        return known
+    return SameStep(takeover.name, takeover.store, ddp.process_group.rank())
 
 
 class FirstEntry(Protocol):

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -95,7 +95,7 @@ class GradientReducer:
         self._armed_anew = False  # whether a forward armed the reducer since the last backward began
         self._backward = -1  # autograd's number of the backward that is under way; -1: none
         self._absent: set[int] = set()  # gradients that the running node hands over as zeros although they do not exist
-        self._is_ours = self._released = False
+        self.is_ours = self._released = False
         self._hooks: list[Any] = []
 
     def _set_plan(self, plan: BucketPlan) -> None:
@@ -138,7 +138,7 @@ class GradientReducer:
 
     def take_over(self) -> None:
         """Reduce gradients from now on, on all ranks; hooks also take those that no compiled backward hands over."""
-        self._is_ours = True
+        self.is_ours = True
         for member, parameter in enumerate(self._parameters):
             self._hooks.append(on_accumulated(parameter, self._hook(member)))
 
@@ -149,7 +149,7 @@ class GradientReducer:
             self._detach()
 
     def _detach(self) -> None:
-        self._is_ours = False
+        self.is_ours = False
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -233,7 +233,7 @@ class GradientReducer:
         The node gives none of them a gradient.
         """
         members = {number for number, each in enumerate(self._parameters) if any(each is one for one in parameters)}
-        if self._is_ours and any(is_accumulated(self._accumulators[member]) for member in members):
+        if self.is_ours and any(is_accumulated(self._accumulators[member]) for member in members):
             self._begin()  # this rank has to take part even if no gradient arrives
         self._absent = members
         try:
@@ -242,7 +242,7 @@ class GradientReducer:
             self._absent = set()
 
     def _is_taken(self, member: int) -> bool:
-        return self._is_ours and member not in self._absent and is_accumulated(self._accumulators[member])
+        return self.is_ours and member not in self._absent and is_accumulated(self._accumulators[member])
 
     def _passes_through(self, member: int) -> bool:
         """Return whether a gradient is not reduced as it arrives: autograd accumulates it first, or only returns it."""
@@ -441,28 +441,3 @@ class GradientReducer:
         found = send(torch.tensor(touched, dtype=torch.int32), self._parameters[0].device)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
         return found
-
-
-@contextmanager
-def without_gradients(parameters: Sequence[Any]) -> Iterator[None]:
-    """Ignore, inside the block and in all reducers, the gradients that an autograd node gives for these parameters."""
-    with ExitStack() as stack:
-        for each in REDUCERS.values():
-            stack.enter_context(each.without(parameters))
-        yield
-
-
-# By the name that compiled graphs use; each reducer lives as long as its module.
-REDUCERS: weakref.WeakValueDictionary[str, GradientReducer] = weakref.WeakValueDictionary()
-
-
-def reducer(name: str) -> GradientReducer:
-    """Return the reducer of that name.
-
-    Raises:
-        GradientError: the reducer no longer exists.
-    """
-    found = REDUCERS.get(name)
-    if found is None:
-        raise GradientError(f"the gradients {name!r} belong to no DistributedDataParallel module that is alive")
-    return found

@@ -9,8 +9,12 @@ Takeover]), DDP's reducer gets no more calls, so that its own hooks send nothing
 A script may wrap a model once more, as a second Trainer does. The code that was compiled under the first module goes
 on: modules with the same list of parameters have one name for their gradients, and the reducer of that name is the one
 of the module whose forward ran last. A module that was not there at the compilation is adopted in its first forward
-(`meet`). Where forwards of several modules wait for a backward, all of their reducers would average the gradients of
-the next one, as DDP's do, to the same values: only the last one does.
+(`meet`).
+
+DDP's reducers of several such modules may all average the gradients of one backward, to the same values; ours must not
+be among them, since another one's average may be under way in the memory that it reads. So gradients are ours until a
+forward ends that DDP is to reduce, of another module with some of the parameters: they go back to DDP then, for good.
+DDP's own method says so, on every rank, whatever runs inside of the forward. A takeover does the same to other modules.
 """
 
 from __future__ import annotations
@@ -25,12 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from deepytorch.comm.gradients import registry
 from deepytorch.comm.gradients.arrival_times import finish
 from deepytorch.comm.gradients.autograd_leaves import on_accumulated
 from deepytorch.comm.gradients.bucket_memory import strides
 from deepytorch.comm.gradients.buckets import BucketPlan, Member, expected_arrivals, group_link, plan_buckets
 from deepytorch.comm.gradients.comm_hooks import CommHook, only_averages
-from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
+from deepytorch.comm.gradients.reducer import GradientReducer
 from deepytorch.compiler.code.takeover import Takeover
 from deepytorch.ddp_modules import copies_outputs, place_of
 from deepytorch.log import logger, once
@@ -75,11 +80,16 @@ class _Between:
     """The object before DDP's reducer: it sees the reducer's calls, and withholds them after the takeover."""
 
     def __init__(self, ddp: Any, takeover: Takeover) -> None:
-        self.theirs, self._ddp, self.takeover = ddp.reducer, weakref.ref(ddp), takeover
+        self.theirs, self._this, self.takeover = ddp.reducer, weakref.ref(ddp), takeover
         self.ours: DdpGradients | None = None
-        self._before: dict[str, Any] = {}
+        self.flags: dict[str, Any] = {}  # of the module, as the script gave them
         # Of these calls only the first in each backward counts.
         self._hooks = [on_accumulated(each, lambda _: takeover.accumulated()) for _, each in _parameters(ddp)]
+
+    @property
+    def ddp(self) -> Any | None:
+        """Return the module, unless it is gone."""
+        return self._this()
 
     @disable_dynamo
     def prepare_for_forward(self) -> None:
@@ -104,9 +114,7 @@ class _Between:
     def prepare_for_backward(self, outputs: Any) -> None:
         """Pass on a call of DDP's, made after every forward whose backward is to be reduced."""
         if self.ours is not None:
-            disarm(self.ours)
-            REDUCERS[self.ours.name] = self.ours.reducer
-            self.ours.reducer.arm()
+            registry.arm(self.ours.name, self.ours.reducer)
         else:
             self.takeover.forward_ended()
             self.theirs.prepare_for_backward(outputs)
@@ -123,7 +131,7 @@ class _Between:
         self.ours = ours
         ours.reducer.take_over()
         # DDP would pass every output through a node of its own, which copies it: deferred logits would be computed.
-        self._before = {each: getattr(ddp, each, None) for each in _FLAGS}
+        self.flags = {each: getattr(ddp, each, None) for each in _FLAGS}
         ddp.find_unused_parameters, ddp._static_graph_delay_allreduce_enqueued = False, True
 
     def give_back(self) -> None:
@@ -132,20 +140,20 @@ class _Between:
         self._stop_counting()
         if self.ours is not None:
             self.ours.reducer.release()
-        ddp = self._ddp()
+        ddp = self.ddp
         if ddp is not None:
             ddp.reducer = self.theirs
-            for name, value in self._before.items():
+            for name, value in self.flags.items():
                 setattr(ddp, name, value)
 
     def _joins(self) -> bool:
-        ddp = self._ddp()
+        ddp = self.ddp
         return ddp is not None and self.takeover.lasts and bool(ddp._join_config.enable)
 
     def _leave(self) -> None:
         if self.ours is not None:
             self.ours.reducer.disarm()  # a forward begins, and DDP's reducer gets the call
-        _give_back(self._ddp(), "DistributedDataParallel.join is in use")
+        _give_back(self.ddp, "DistributedDataParallel.join is in use")
         self.ours = None  # the call under way goes to DDP's reducer, too
 
     def _stop_counting(self) -> None:
@@ -155,6 +163,9 @@ class _Between:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.theirs, name)
+
+
+_OURS: weakref.WeakSet[_Between] = weakref.WeakSet()  # those of modules whose gradients were taken over
 
 
 def active() -> Any | None:
@@ -179,27 +190,14 @@ def adopt(ddp: Any) -> DdpGradients | str:
     return found
 
 
-def meet(ddp: Any, compiled_for: DdpGradients | None = None) -> None:
+def meet(ddp: Any) -> None:
     """Note the DDP module in whose forward a region runs, see [Note: Wrapped again].
 
     A module that copies its outputs is ready from the first forward on: what it copies cannot be deferred, so that
     nothing is packed before the takeover.
-
-    compiled_for: the gradients that the region's code hands over, if any.
     """
     if _ATTRIBUTE not in vars(ddp) or copies_outputs(ddp):
         adopt(ddp)
-    found = gradients_of(ddp)
-    theirs = isinstance(found, str) or not found.takeover.is_over
-    if compiled_for is not None and theirs and ddp.require_backward_grad_sync and torch.is_grad_enabled():
-        disarm(compiled_for)  # DDP's reducer takes the gradients of the next backward
-
-
-def disarm(gradients: Members) -> None:
-    """Have the next backward reduced by none of our reducers of these parameters."""
-    known = REDUCERS.get(gradients.name)
-    if known is not None:
-        known.disarm()
 
 
 def gradients_of(ddp: Any) -> DdpGradients | str:
@@ -281,7 +279,21 @@ def _where(takeover: Takeover) -> str:
 
 
 def _take_over(ddp: Any) -> None:
+    _give_up_for(ddp)
     ddp.reducer.take_over(ddp, vars(ddp)[_ATTRIBUTE])
+    _OURS.add(ddp.reducer)
+    for method, wrapped, what in (
+        ("_post_forward", _ends_forward, "give gradients back to DDP where another module reduces them"),
+        ("__getstate__", _gives_state, "give copies of a module the flags that the script gave it"),
+    ):
+        replace(nn.parallel.DistributedDataParallel, method, wrapped, what, always=True)
+
+
+def _give_up_for(ddp: Any) -> None:
+    """Give gradients of other modules with parameters of this one back to DDP, see [Note: Wrapped again]."""
+    given_up = registry.give_up(ddp._module_parameters)
+    for each in [each for each in _OURS if each.ours is not None and each.ours.reducer in given_up]:
+        _give_back(each.ddp)
 
 
 def _give_back(ddp: Any, reason: str | None = None) -> None:
@@ -312,6 +324,28 @@ def _registers(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return register
+
+
+def _ends_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method with which DDP ends a forward, see [Note: Wrapped again]."""
+
+    @disable_dynamo
+    def post_forward(self: Any, output: Any) -> Any:
+        is_ours = isinstance(self.reducer, _Between) and self.reducer.ours is not None
+        if not is_ours and self.require_backward_grad_sync and torch.is_grad_enabled():
+            _give_up_for(self)
+        return original(self, output)
+
+    return post_forward
+
+
+def _gives_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the method that gives copies and pickles their state: they do not have our reducer."""
+
+    def state(self: Any) -> Any:
+        return original(self) | (self.reducer.flags if isinstance(self.reducer, _Between) else {})
+
+    return state
 
 
 def layout(parameter: torch.Tensor) -> tuple[Any, Any, torch.dtype, torch.device]:
@@ -352,21 +386,10 @@ def _make_gradients(ddp: Any, takeover: Takeover) -> DdpGradients:
         may_be_unused=may_be_unused,
         hook=CommHook(*hooks[0]) if hooks else None,
     )
-    name = next((name for name, each in REDUCERS.items() if _are_of(each, found)), None)
-    if name is None:
-        name = reducer.name
-        REDUCERS[name] = reducer
     takeover.settings = f"{plan.digest()} {may_be_unused}"
     logger.info("%s: %d gradients are to leave in %d buckets", reducer.name, len(plan.members), len(plan.buckets))
     numbers = {id(parameter): number for number, (_, parameter) in enumerate(found)}
-    return DdpGradients(name, numbers, reducer, takeover)
-
-
-def _are_of(reducer: GradientReducer, parameters: list[tuple[str, nn.Parameter]]) -> bool:
-    """Return whether a reducer has these parameters, in this order."""
-    return len(reducer.parameters) == len(parameters) and all(
-        one is other for one, (_, other) in zip(reducer.parameters, parameters, strict=True)
-    )
+    return DdpGradients(registry.register(reducer), numbers, reducer, takeover)
 
 
 def _plan(parameters: list[tuple[str, nn.Parameter]], ddp: Any) -> BucketPlan:

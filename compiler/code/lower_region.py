@@ -110,9 +110,7 @@ class RegionLowering:
         ddp = active()
         if ddp is None:
             return
-        if isinstance(self.gradients, DdpGradients):
-            meet(ddp, self.gradients)
-        elif _may_reduce(self.config) and copies_outputs(ddp):
+        if isinstance(self.gradients, DdpGradients) or (_may_reduce(self.config) and copies_outputs(ddp)):
             meet(ddp)
 
     def failed(self) -> None:

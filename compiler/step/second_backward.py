@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepytorch.comm.gradients.reducer import without_gradients
+from deepytorch.comm.gradients.registry import without_gradients
 from deepytorch.compiler.step.layouts import has_ordered_gradient, ordered
 from deepytorch.compiler.step.past import Past, generators_of
 from deepytorch.compiler.step.run_again import (

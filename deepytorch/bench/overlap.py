@@ -20,7 +20,8 @@ from deepytorch.bench.jobs import OverlapJob
 from deepytorch.bench.parallel import loss_of
 from deepytorch.bench.timeline import Span
 from deepytorch.bench.training import Run, opened
-from deepytorch.comm.gradients.reducer import REDUCERS, GradientReducer
+from deepytorch.comm.gradients.reducer import GradientReducer
+from deepytorch.comm.gradients.registry import reducers
 from deepytorch.torch_internals import dynamo_config
 
 Job = OverlapJob
@@ -113,7 +114,7 @@ class _Steps:
     def _reducer(self) -> GradientReducer | None:
         """Return the reducer of the gradients, if it is deepytorch's."""
         first = next(self.model.parameters())
-        return next((each for each in REDUCERS.values() if each.parameters[0] is first), None)
+        return next((each for each in reducers() if each.parameters[0] is first), None)
 
     def bucket_bytes(self) -> list[int]:
         """Return the bytes of each bucket that is sent in a step."""

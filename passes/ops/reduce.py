@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepytorch.comm.gradients.reducer import reducer
+from deepytorch.comm.gradients import registry
 from deepytorch.passes.ops.library import register
 
 _START = "reduce_start(Tensor[] gradients, int[] members, str name) -> Tensor"
@@ -27,7 +27,7 @@ _STATEFUL = (torch.Tag.cudagraph_unsafe,)
 
 
 def _start(gradients: Sequence[Tensor], members: Sequence[int], name: str) -> Tensor:
-    reducer(name).arrive(members, gradients)
+    registry.find(name).arrive(members, gradients)
     return gradients[0].new_empty(0)
 
 
@@ -36,7 +36,7 @@ def _start_fake(gradients: Sequence[Tensor], members: Sequence[int], name: str) 
 
 
 def _part(gradient: Tensor, member: int, name: str) -> Tensor:
-    reducer(name).arrive_part(member, gradient)
+    registry.find(name).arrive_part(member, gradient)
     return gradient.new_empty(0)
 
 
@@ -45,7 +45,7 @@ def _part_fake(gradient: Tensor, member: int, name: str) -> Tensor:
 
 
 def _rows(ids: Tensor, values: Tensor, kept: Tensor | None, part: Tensor | None, member: int, name: str) -> Tensor:
-    reducer(name).arrive_rows(member, ids, values, kept)
+    registry.find(name).arrive_rows(member, ids, values, kept)
     return values.new_empty(0)
 
 
@@ -54,12 +54,12 @@ def _rows_fake(ids: Tensor, values: Tensor, kept: Tensor | None, part: Tensor | 
 
 
 def _wait(started: Sequence[Tensor], members: Sequence[int], name: str) -> list[Tensor]:
-    return reducer(name).wait(members)
+    return registry.find(name).wait(members)
 
 
 def _wait_fake(started: Sequence[Tensor], members: Sequence[int], name: str) -> list[Tensor]:
     expected = EXPECTED.get(name)
-    layouts = reducer(name).layouts(members) if expected is None else [expected[member] for member in members]
+    layouts = registry.find(name).layouts(members) if expected is None else [expected[member] for member in members]
     return [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype, device in layouts]
 
 

@@ -838,8 +838,10 @@ for memory in (None if rank == 1 else Registered(), Registered(gives=1 if rank =
 
 
 AGAIN = """
+import gc
 def pair():
     torch._dynamo.reset()
+    LEDGER.forget()
     nets = Net(), Net()
     nets[1].compile(backend="deepytorch", options={"lowering": LOWERING, "tune": False})
     return nets, [torch.optim.AdamW(each.parameters(), 1e-3, eps=1e-6) for each in nets]
@@ -856,57 +858,122 @@ def trained(nets, optimizers, wrappers, run, numbers):
 def wrapped(nets, **ddp):
     return [DDP(each, **ddp) for each in nets]
 
+def step(own, number):
+    own(*data(number)).backward()
+
 # one after the other: code that was compiled once hands gradients to the reducer of each
 nets, optimizers = pair()
 for fold, options in enumerate(({}, {"find_unused_parameters": True}, {"static_graph": True}, {})):
     wrappers = wrapped(nets, **options)
-    numbers = range(5 * fold, 5 * fold + 5)
-    trained(nets, optimizers, wrappers, lambda own, number: own(*data(number)).backward(), numbers)
+    trained(nets, optimizers, wrappers, step, range(5 * fold, 5 * fold + 5))
     found = adopted(wrappers[1])
     assert found.takeover.is_over and found.reducer.counts.syncs == 4, (fold, found.reducer.counts)
     assert found.reducer.counts.late == 0 or "static_graph" in options, (fold, found.reducer.counts)
-assert LEDGER.report().total("compiles") == 1, LEDGER.report().total("compiles")
+assert LEDGER.report().total("compiles") == 1
 
-# by turns, and with forwards of both that wait for a backward, or never have one
+# each deleted before the next, and bare steps between: the code still hands gradients to the reducer in use
+nets, optimizers = pair()
+for fold in range(3):
+    wrappers = wrapped(nets)
+    trained(nets, optimizers, wrappers, step, range(5 * fold, 5 * fold + 5))
+    found = adopted(wrappers[1]).reducer
+    assert found.counts.syncs == 4 and found.counts.late == 0, (fold, found.counts)
+    del wrappers, found
+    gc.collect()
+    trained(nets, optimizers, nets, step, range(90, 92))
+assert LEDGER.report().total("compiles") == 1 and not any(each.fallbacks for each in LEDGER.report().regions)
+
+# by turns, and with forwards of both that wait for a backward, or never have one: DDP has the gradients again
 nets, optimizers = pair()
 wrappers = list(zip(wrapped(nets), wrapped(nets, find_unused_parameters=True)))
 trained(nets, optimizers, wrappers, lambda own, number: own[number % 2](*data(number)).backward(), range(8))
-for found in map(adopted, wrappers[1]):
-    assert found.takeover.is_over and found.reducer.counts.syncs == 3, found.reducer.counts
+assert all(each.declined and each.takeover.is_over for each in map(adopted, wrappers[1]))
 def together(own, number):
     losses = [each(*data(number)) for each in (own if number % 3 else own[::-1])]
     for loss in losses if number % 2 else losses[::-1]:
         loss.backward()
-trained(nets, optimizers, wrappers, together, range(8, 14))
-def without_one(own, number):
-    loss = own[number % 2](*data(number))
+def dropped(own, number):
+    own[0](*data(number))
+    own[1](*data(number)).backward()
+def looked(own, number):
+    loss = own[0](*data(number))
     with torch.no_grad():
-        own[1 - number % 2](*data(number))
+        (own[0](*data(number)), own[1](*data(number)))
     loss.backward()
-    own[number % 2](*data(number))
-trained(nets, optimizers, wrappers, without_one, range(14, 20))
+WAYS = (together, dropped, looked)
+for way in WAYS:
+    trained(nets, optimizers, wrappers, way, range(8, 14))
 
-# a module that DDP reduces on, behind forwards of one that we reduce: one without a backward, one that waits for it
-for waits in (False, True):
-    nets, optimizers = pair()
-    wrappers = list(zip(wrapped(nets), wrapped(nets)))
-    for _, each in wrappers:
-        each.register_comm_hook(None, lambda state, bucket: dist.all_reduce(
-            bucket.buffer().div_(size), async_op=True).get_future().then(lambda f: f.value()[0]))
-    trained(nets, optimizers, wrappers, lambda own, number: own[0](*data(number)).backward(), range(3))
-    def behind(own, number):
-        loss = own[0](*data(number))
-        own[1](*data(number)).backward()
-        if waits:
-            loss.backward()
-    trained(nets, optimizers, wrappers, behind, range(3, 9))
-    def looking(own, number):
-        loss = own[0](*data(number))
-        with torch.no_grad():
-            (own[0](*data(number)), own[1](*data(number)))
-        loss.backward()
-    trained(nets, optimizers, wrappers, looking, range(9, 12))
-    assert adopted(wrappers[1][0]).takeover.is_over and "communication hook" in adopted(wrappers[1][1])
+# the same with forwards under the first one until its gradients are ours; the other one is DDP's for good, or is not
+def averages(state, bucket):
+    return dist.all_reduce(bucket.buffer().div_(size), async_op=True).get_future().then(lambda f: f.value()[0])
+for declines in (False, True):
+    for way in WAYS:
+        for swapped in (False, True):
+            nets, optimizers = pair()
+            wrappers = list(zip(wrapped(nets), wrapped(nets)))
+            for _, each in wrappers if declines else ():
+                each.register_comm_hook(None, averages)
+            trained(nets, optimizers, wrappers, lambda own, number: own[0](*data(number)).backward(), range(4))
+            assert adopted(wrappers[1][0]).reducer.counts.syncs == 3
+            ordered = [own[::-1] if swapped else own for own in wrappers]
+            trained(nets, optimizers, ordered, way, range(4, 9))
+
+# frozen, and wrapped again behind a forward without a backward
+nets, optimizers = pair()
+wrappers = wrapped(nets)
+trained(nets, optimizers, wrappers, step, range(3))
+for each, own in zip(nets, wrappers):
+    own(*data(3))
+    each.first.requires_grad_(False)
+del own, wrappers
+for optimizer in optimizers:
+    optimizer.zero_grad()
+trained(nets, optimizers, wrapped(nets), step, range(4, 8))
+
+# a copy looks for unused parameters, as the script asked the module to
+import copy
+class Turns(Net):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(300, 8) for _ in range(2))
+    def forward(self, x, y, which):
+        self.head = self.heads[which]
+        return super().forward(x, y)
+def by_turns(model, call, optimizer, number):
+    optimizer.zero_grad()
+    call(*data(number), (number + rank) % 2).backward()
+model = train(Turns, what="heads by turns", step=by_turns, find_unused_parameters=True)
+assert not model.find_unused_parameters and copy.deepcopy(model).find_unused_parameters
+
+# two models of one class share code, and a second one is wrapped later: the first one's forward waits meanwhile
+(one, ours), (other, theirs) = [pair()[0] for _ in range(2)]
+for declines in (False, True):
+    firsts = wrapped((one, ours))
+    for number in range(3):
+        for own in firsts:
+            own.zero_grad()
+            own(*data(number)).backward()
+    seconds = wrapped((other, theirs))
+    for each in seconds if declines else ():
+        each.register_comm_hook(None, averages)
+    for number in range(3, 8):
+        for own, beside in zip(firsts, seconds):
+            (own.zero_grad(), beside.zero_grad())
+            (own(*data(number)) + beside(*data(number + 50))).backward()
+        (same(one, ours, number), same(other, theirs, number))
+    assert adopted(firsts[1]).takeover.is_over and isinstance(adopted(seconds[1]), str) == declines
+
+# the frame of the second wrapper's forward runs in eager on one rank
+nets, optimizers = pair()
+wrappers = list(zip(wrapped(nets), wrapped(nets)))
+trained(nets, optimizers, wrappers, lambda own, number: own[0](*data(number)).backward(), range(4))
+def eager_on_one(own, number):
+    own[0](*data(number))
+    with torch.compiler.set_stance("force_eager" if rank == 1 else "default"):
+        loss = own[1](*data(number))
+    loss.backward()
+trained(nets, optimizers, wrappers, eager_on_one, range(4, 8))
 """
 
 
