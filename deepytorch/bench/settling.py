@@ -13,11 +13,13 @@ from deepytorch.compiler.report import LEDGER, RegionRecord
 
 REST_S = 0.3  # between steps while code is compiled, so that this process leaves the cores to the compile process
 _CALM = 12  # steps in a row in which nothing was compiled or tried: the choice is made
-_MORE = 3.0  # times the limit, until code that is being compiled has to be there
+_MORE = 3.0  # times the limit, until code that is being compiled has to be there and every form tried
 
 
 def settle(step: Callable[[], None], limit_s: float) -> None:
-    """Train until the choice is made, on all ranks; at most for `limit_s` seconds, or thrice that if code is compiled.
+    """Train until the choice is made, on all ranks, for at most `limit_s` seconds.
+
+    Thrice that while code is compiled or a form is left to try: what runs until then is not what a training runs in.
 
     Raises `TimeoutError` if code is still being compiled then, which would slow the steps of all setups down.
     """
@@ -58,14 +60,15 @@ def plan_of(regions: Sequence[RegionRecord]) -> str:
         if each.steps_packed:
             found.append("packed")
         elif each.trials:
-            found.append(won[-1] if won else "eager")
+            found.append((won[-1] if won else "eager") + (", forms untried" if each.forms_untried else ""))
         elif each.compiled_by or each.compiles:
             found.append("compiled")
     return ", ".join(dict.fromkeys(found)) or "eager"
 
 
 def _is_late(began: float, limit_s: float) -> bool:
-    return time.perf_counter() - began > limit_s * (_MORE if waits_for_code() else 1.0)
+    is_open = background.is_working() or any(each.forms_untried for each in LEDGER.report().regions)
+    return time.perf_counter() - began > limit_s * (_MORE if is_open else 1.0)
 
 
 def _on_all_ranks(is_over: bool) -> bool:
