@@ -30,14 +30,15 @@ def register(reducer: GradientReducer) -> str:
 
 def arm(name: str, reducer: GradientReducer) -> None:
     """Have the next backward reduced by this reducer, to which graphs hand the gradients of that name from now on."""
-    _REDUCERS[name] = [weakref.ref(each) for each in _alive(name) if each is not reducer] + [weakref.ref(reducer)]
+    if _REDUCERS[name][-1]() is not reducer:
+        _REDUCERS[name] = [weakref.ref(each) for each in _alive(name) if each is not reducer] + [weakref.ref(reducer)]
     reducer.arm()
 
 
 def give_up(parameters: Sequence[Any]) -> list[GradientReducer]:
     """Have reducers that hold any of these parameters reduce no more; return them.
 
-    One of some of these parameters alone stops at once, others after the backward that is awaited.
+    A reducer of no other parameters stops at once, others stop after the backward that is awaited.
     """
     taking = [each for each in reducers() if each.is_ours]
     ids = {id(each) for each in parameters} if taking else set()
