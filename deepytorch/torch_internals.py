@@ -302,6 +302,7 @@ ATTRIBUTES = (
     Attribute("distributed_c10d", "_get_default_group", "whether the default group is bound to a device"),
     Attribute("distributed_c10d", "_world", "let a group answer with the name that it was asked for by"),
     Attribute("data-parallel module", "_get_ddp_logging_data", "whether a communication hook was registered"),
+    Attribute("data-parallel module", "_module_parameters", "the parameters that it may reduce, frozen ones too"),
     Attribute("data-parallel module", "_join_config", "whether ranks may run out of batches"),
     Attribute("DDP's reducer", "_get_zeros_like_grad_buckets", "which parameters it reduces"),
     Attribute("data-parallel module", "_static_graph_delay_allreduce_enqueued", "keep DDP's reducer from reducing too"),

@@ -105,11 +105,8 @@ class RegionLowering:
         takeover.ready()
         return takeover.is_over or not takeover.lasts  # without one, DDP reduces what compiled code hands to autograd
 
-    def meet(self) -> None:
+    def meet(self, ddp: Any) -> None:
         """Note the data-parallel module in whose forward the region is called, see [Note: Wrapped again]."""
-        ddp = active()
-        if ddp is None:
-            return
         if isinstance(self.gradients, DdpGradients) or (_may_reduce(self.config) and copies_outputs(ddp)):
             meet(ddp)
 

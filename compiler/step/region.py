@@ -22,7 +22,12 @@ from deepytorch.compiler.step.route import Route, route
 from deepytorch.compiler.step.second_backward import SecondBackward
 from deepytorch.compiler.step.step_outputs import Places
 from deepytorch.compiler.step.tuner import Tuner
-from deepytorch.torch_internals import current_graph_task_id, forward_ad_level, top_saved_tensors_default_hooks
+from deepytorch.torch_internals import (
+    current_graph_task_id,
+    forward_ad_level,
+    get_active_ddp_module,
+    top_saved_tensors_default_hooks,
+)
 
 _KEEPS_MORE = "it is being compiled, and operator by operator would keep what is to be computed again"
 _TAKES_LONGER = "it is being compiled, and packing takes longer than it saves until then"
@@ -89,7 +94,7 @@ class Region:
 
     eager: runs the graph operator by operator, as the model has it. falls_back: whether a call whose code fails
     is run again (packed code padded, padded code in eager); False if the code may have written to its inputs, or if
-    that is not known. meet: notes the data-parallel module in whose forward a call runs.
+    that is not known. meet: given the data-parallel module in whose forward a call runs.
     """
 
     def __init__(
@@ -100,7 +105,7 @@ class Region:
         record: RegionRecord,
         packing: Packing | None = None,
         *,
-        meet: Callable[[], None],
+        meet: Callable[[Any], None],
         falls_back: bool = False,
     ) -> None:
         self._eager, self._padded, self._packing = eager, padded, packing
@@ -109,7 +114,9 @@ class Region:
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Run one call of the region."""
         started = time.perf_counter()
-        self._meet()
+        ddp = get_active_ddp_module()
+        if ddp is not None:
+            self._meet(ddp)
         call = _Call(self._packing, inputs)
         chosen, why = route(self._events.state, call)
         self._record.route = chosen.value
